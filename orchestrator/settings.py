@@ -1,0 +1,92 @@
+"""The only reader of the environment: where `.orch` lies, which database, which cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import tempfile
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+HOME_NAME = ".orch"
+
+
+class Settings(BaseSettings):
+    """What the environment says. Secrets print as `***`."""
+
+    model_config = SettingsConfigDict(env_prefix="ORCH_", extra="ignore", frozen=True)
+
+    home: Path | None = None
+    database_url: SecretStr | None = None
+    reader_url: SecretStr | None = None
+    artifact_root: str | None = None
+    journal_dir: Path | None = None
+    ray_address: str | None = Field(None, validation_alias="RAY_ADDRESS")
+    mlflow_tracking_uri: str | None = Field(None, validation_alias="MLFLOW_TRACKING_URI")
+
+
+class Home:
+    """The folder `.orch`: embedded database, artifacts, journal, logs, secrets. Created 0700 when first needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def find(cls, settings: Settings, start: Path | None = None) -> Home:
+        """The folder named by `--home` or ORCH_HOME, else the nearest `.orch` at or above `start`, else one to be."""
+        if settings.home is not None:
+            return cls(settings.home.expanduser().absolute())
+        start = (start or Path.cwd()).absolute()
+        for folder in (start, *start.parents):
+            if (folder / HOME_NAME).is_dir():
+                return cls(folder / HOME_NAME)
+        return cls(start / HOME_NAME)
+
+    def ensure(self) -> Home:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self
+
+    def folder(self, name: str) -> Path:
+        path = self.ensure().path / name
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+    def secret(self, name: str) -> str:
+        """A password generated once and kept in `.orch/secrets/<name>` (0600). Safe for concurrent first calls."""
+        path = self.folder("secrets") / name
+        if not path.exists():
+            draft = path.with_name(f".{name}.{os.getpid()}.{secrets.token_hex(4)}")
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32))
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(draft, path)  # the first to link wins; nobody overwrites
+            except FileExistsError:
+                pass
+            finally:
+                draft.unlink()
+        return path.read_text().strip()
+
+    @cached_property
+    def short_folder(self) -> Path:
+        """A private folder with a short path for sockets, whose names may have at most 107 bytes."""
+        digest = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:10]
+        runtime = os.environ.get("XDG_RUNTIME_DIR")
+        if runtime and len(runtime) < 40 and os.path.isdir(runtime) and os.access(runtime, os.W_OK):
+            return Path(runtime) / f"orch-{digest}"
+        return Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp") / f"orch-{os.getuid()}-{digest}"
+
+
+def artifact_root(settings: Settings, home: Home) -> str:
+    """Where MLflow keeps artifacts: a URI, or a folder below `.orch`."""
+    return settings.artifact_root or (home.ensure().path / "artifacts").as_uri()
+
+
+def journal_folder(settings: Settings, home: Home) -> Path:
+    return settings.journal_dir or home.ensure().path / "journal"

@@ -1,0 +1,260 @@
+"""The extension point: what a workload is, how its name becomes a class, which fields a sweep may set.
+
+Knows nothing of Ray, MLflow or the database. Importing a shipped workload's description does not import torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from orchestrator.errors import NotFound
+from orchestrator.trial import Finding, Report
+
+SHIPPED_PACKAGE = "workloads"
+ENTRY_POINT_GROUP = "orch.workloads"
+
+
+class WorkloadConfig(BaseModel):
+    """Base of the shipped configs: frozen, strict, no unknown fields, no infinities unless a field allows them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def fusible(default: Any, **constraints: Any) -> Any:
+    """A scalar field that may differ between trials which train together as one model (c_z, lr, seed, ...)."""
+    return Field(default, json_schema_extra={"fusible": True}, **constraints)
+
+
+class FieldConflict(ValueError):
+    """Raised in a config's model validator when fields do not fit together; `name` is the field to point at."""
+
+    def __init__(self, name: str, message: str) -> None:
+        self.name = name
+        super().__init__(message)
+
+
+class Checkpoint(Protocol):
+    """Where a trial keeps what it needs to go on."""
+
+    def load(self) -> bytes | None:
+        """The newest intact state, or None at the first attempt."""
+
+    def save(self, step: int, state: bytes) -> None: ...
+
+
+class Context(Protocol):
+    """What a workload may ask of whoever runs it."""
+
+    trial: int
+    attempt: int
+    device: str  # "cpu" or "cuda"
+    checkpoint: Checkpoint
+
+    @property
+    def stopping(self) -> bool:
+        """True after the first signal: finish the step and return."""
+
+    def should_report(self, step: int) -> bool:
+        """True at every `log_every`-th step. Step 0 counts; the last step is for the workload to report always."""
+
+    def seed(self, stream: str) -> int:
+        """A 63-bit seed derived from (the trial's `seed`, the stream's name) and nothing else."""
+
+    def finding(self, finding: Finding) -> None:
+        """Stores what a probe or check saw."""
+
+    def artifact(self, path: Path, name: str | None = None) -> None:
+        """Stores a file with the run."""
+
+
+class Workload(Protocol):
+    """A class whose `run` turns a config into reports. Closing the iterator stops the work."""
+
+    Config: type[BaseModel]
+    metrics: tuple[str, ...]
+
+    def run(self, config: Any, context: Context) -> Iterator[Report]: ...
+
+
+@dataclass(frozen=True)
+class SweepField:
+    """One field a sweep may set. `check` returns the value in its declared type or raises ValueError saying what is right."""
+
+    name: str  # dotted for nested models
+    type_name: str
+    default: Any
+    required: bool
+    fusible: bool
+    description: str
+    check: Callable[[Any], Any]
+    choices: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a workload without running it."""
+
+    name: str
+    summary: str
+    config: type[BaseModel]
+    metrics: tuple[str, ...]
+    load: Callable[[], Workload]
+    package: str  # the top-level package, shipped to remote workers
+
+    def fields(self) -> Mapping[str, SweepField]:
+        return dict(_fields_of(self.config))
+
+    def declares(self, metric: str) -> bool:
+        """True if the workload reports `metric`; patterns such as `router/load/*` count."""
+        return any(fnmatch.fnmatchcase(metric, pattern) for pattern in self.metrics)
+
+    def resolve(self, params: Mapping[str, Any]) -> BaseModel:
+        """The frozen config of dotted `params`; defaults fill the rest. Raises pydantic's ValidationError."""
+        nested: dict[str, Any] = {}
+        for name, value in params.items():
+            *parents, leaf = name.split(".")
+            place = nested
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[leaf] = value
+        return self.config.model_validate(nested)
+
+
+def flatten(config: BaseModel) -> dict[str, Any]:
+    """The config's values by dotted name, in plain types."""
+
+    def walk(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, item in value.items():
+            if isinstance(item, BaseModel):
+                yield from walk(dict(item), f"{prefix}{name}.")
+            else:
+                yield prefix + name, item
+
+    return dict(walk(dict(config), ""))
+
+
+def shipped_names() -> list[str]:
+    """The workloads that come with orch, in alphabetical order."""
+    spec = importlib.util.find_spec(SHIPPED_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    root = Path(next(iter(spec.submodule_search_locations)))
+    return sorted(path.parent.name for path in root.glob("*/config.py"))
+
+
+def describe(name: str) -> Description:
+    """The workload of that name: a shipped one, an entry point, or `package.module:Class`.
+
+    Raises NotFound with the nearest name. A class the user named that fails to import raises its own error.
+    """
+    if ":" in name:
+        return _describe_class(name, name)
+    if name in shipped_names():
+        module = importlib.import_module(f"{SHIPPED_PACKAGE}.{name}.config")
+        return Description(
+            name=name,
+            summary=(module.__doc__ or "").strip().split("\n")[0],
+            config=module.Config,
+            metrics=tuple(module.METRICS),
+            load=lambda: _load_class(module.IMPLEMENTATION),
+            package=SHIPPED_PACKAGE,
+        )
+    registered = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name in registered:
+        return _describe_class(name, registered[name])
+    known = [*shipped_names(), *registered]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}, or package.module:Class"
+    raise NotFound(f"unknown workload {name!r}; {hint}")
+
+
+def _describe_class(name: str, target: str) -> Description:
+    workload = _import_class(target)
+    return Description(
+        name=name,
+        summary=(workload.__doc__ or "").strip().split("\n")[0],
+        config=workload.Config,
+        metrics=tuple(workload.metrics),
+        load=lambda: _load_class(target),
+        package=target.split(":")[0].split(".")[0],
+    )
+
+
+def _load_class(target: str) -> Workload:
+    instance: Workload = _import_class(target)()
+    return instance
+
+
+def _import_class(target: str) -> Any:
+    module_name, _, class_name = target.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise NotFound(f"workload {target!r}: no module {error.name!r} on the path or in {here}") from error
+        raise
+    try:
+        return getattr(module, class_name)
+    except AttributeError:
+        raise NotFound(f"workload {target!r}: {module_name} has no class {class_name!r}") from None
+
+
+def _fields_of(config: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, SweepField]]:
+    for name, info in config.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _fields_of(annotation, f"{prefix}{name}.")
+            continue
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        default = info.get_default(call_default_factory=True) if not info.is_required() else None
+        yield (
+            prefix + name,
+            SweepField(
+                name=prefix + name,
+                type_name=_type_name(annotation),
+                default=None if default is PydanticUndefined else default,
+                required=info.is_required(),
+                fusible=bool(extra.get("fusible")),
+                description=info.description or "",
+                check=_checker(config, name, info),
+                choices=tuple(get_args(annotation)) if "Literal" in str(annotation) else (),
+            ),
+        )
+
+
+def _type_name(annotation: Any) -> str:
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")
+
+
+def _checker(config: type[BaseModel], name: str, info: FieldInfo) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        annotated = info.annotation
+        for constraint in info.metadata:
+            from typing import Annotated
+
+            annotated = Annotated[annotated, constraint]
+        adapter: TypeAdapter[Any] = TypeAdapter(annotated, config=ConfigDict(strict=True, allow_inf_nan=config.model_config.get("allow_inf_nan", True)))
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            raise ValueError("; ".join(item["msg"] for item in error.errors())) from None
+
+    return check
