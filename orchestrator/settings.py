@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
 import tempfile
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +57,11 @@ class Home:
         return path
 
     def secret(self, name: str) -> str:
-        """A password generated once and kept in `.orch/secrets/<name>` (0600). Safe for concurrent first calls."""
+        """A password generated once and kept in `.orch/secrets/<name>` (0600)."""
+        return self.secret_file(name).read_text().strip()
+
+    def secret_file(self, name: str) -> Path:
+        """The file of a secret, made when it is missing. Safe for concurrent first calls."""
         path = self.folder("secrets") / name
         if not path.exists():
             draft = path.with_name(f".{name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -71,7 +76,20 @@ class Home:
                 pass
             finally:
                 draft.unlink()
-        return path.read_text().strip()
+        return path
+
+    def scratch(self) -> Path:
+        """A private folder of this process with a short path; what dead processes left beside it is removed."""
+        parent = self.short_folder.with_name(f"{self.short_folder.name}-ray")
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if parent.stat().st_uid != os.getuid():
+            raise PermissionError(f"{parent} belongs to another user")
+        for old in parent.iterdir():
+            if not Path(f"/proc/{old.name}").exists():
+                shutil.rmtree(old, ignore_errors=True)
+        mine = parent / str(os.getpid())
+        mine.mkdir(mode=0o700, exist_ok=True)
+        return mine
 
     @cached_property
     def short_folder(self) -> Path:
@@ -80,7 +98,9 @@ class Home:
         runtime = os.environ.get("XDG_RUNTIME_DIR")
         if runtime and len(runtime) < 40 and os.path.isdir(runtime) and os.access(runtime, os.W_OK):
             return Path(runtime) / f"orch-{digest}"
-        return Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp") / f"orch-{os.getuid()}-{digest}"
+        return (
+            Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp") / f"orch-{os.getuid()}-{digest}"
+        )
 
 
 def artifact_root(settings: Settings, home: Home) -> str:

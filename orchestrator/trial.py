@@ -15,7 +15,7 @@ Params = Mapping[str, Any]
 
 
 class TrialState(StrEnum):
-    """A trial's fate. `lost` is a trial whose worker vanished more often than `retries` allows."""
+    """A trial's fate. `lost` is a trial whose whole sweep command vanished while it ran."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -45,6 +45,17 @@ class TrialState(StrEnum):
         )
 
 
+class Failure(StrEnum):
+    """What kind of failure ended an attempt; decides whether a retry makes sense."""
+
+    NONE = ""
+    EXCEPTION = "exception"
+    WORKER_DEATH = "worker_death"
+    TIMEOUT = "timeout"
+    NO_OBJECTIVE = "no_objective"
+    NO_RECORD = "no_record"
+
+
 class Severity(StrEnum):
     INFO = "info"
     WARNING = "warning"
@@ -53,7 +64,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """What a trial says at one step. `measured_at` (seconds since the epoch) is fixed here, so replays are idempotent."""
+    """What a trial says at one step. `measured_at` (seconds since the epoch) is fixed here: replays are idempotent."""
 
     step: int
     metrics: Mapping[str, float]
@@ -97,6 +108,7 @@ class Outcome:
     diverged_at: int | None = None
     reason: str = ""  # one line: why it diverged, failed or was stopped
     error: str = ""  # the traceback, when there is one
+    failure: Failure = Failure.NONE
 
 
 @dataclass(frozen=True)

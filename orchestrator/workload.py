@@ -12,9 +12,10 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Annotated, Any, Literal, Protocol, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -46,22 +47,12 @@ class FieldConflict(ValueError):
         super().__init__(message)
 
 
-class Checkpoint(Protocol):
-    """Where a trial keeps what it needs to go on."""
-
-    def load(self) -> bytes | None:
-        """The newest intact state, or None at the first attempt."""
-
-    def save(self, step: int, state: bytes) -> None: ...
-
-
 class Context(Protocol):
     """What a workload may ask of whoever runs it."""
 
     trial: int
     attempt: int
     device: str  # "cpu" or "cuda"
-    checkpoint: Checkpoint
 
     @property
     def stopping(self) -> bool:
@@ -91,7 +82,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class SweepField:
-    """One field a sweep may set. `check` returns the value in its declared type or raises ValueError saying what is right."""
+    """One field a sweep may set. `check` returns the value in its declared type or raises ValueError: what is right."""
 
     name: str  # dotted for nested models
     type_name: str
@@ -101,6 +92,7 @@ class SweepField:
     description: str
     check: Callable[[Any], Any]
     choices: tuple[Any, ...] = ()
+    sql_type: str = "jsonb"  # of its column in the view `sweep_<name>`
 
 
 @dataclass(frozen=True)
@@ -232,10 +224,26 @@ def _fields_of(config: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
                 required=info.is_required(),
                 fusible=bool(extra.get("fusible")),
                 description=info.description or "",
-                check=_checker(config, name, info),
-                choices=tuple(get_args(annotation)) if "Literal" in str(annotation) else (),
+                check=_checker(config, info),
+                choices=get_args(annotation) if get_origin(annotation) is Literal else (),
+                sql_type=_sql_type(annotation),
             ),
         )
+
+
+def _sql_type(annotation: Any) -> str:
+    """The column type that holds every value of the field; a union of kinds falls back to text, a list to jsonb."""
+    if get_origin(annotation) is Literal:
+        members = {type(choice) for choice in get_args(annotation)}
+    else:
+        members = set(get_args(annotation) or (annotation,)) - {type(None)}
+    if members == {float} or members == {float, int}:
+        return "double precision"
+    if len(members) > 1 and all(
+        member in (str, bool, int, float) or get_origin(member) is Literal for member in members
+    ):
+        return "text"
+    return {bool: "boolean", int: "bigint", str: "text"}.get(next(iter(members)), "jsonb")
 
 
 def _type_name(annotation: Any) -> str:
@@ -244,16 +252,18 @@ def _type_name(annotation: Any) -> str:
     return str(annotation).replace("typing.", "")
 
 
-def _checker(config: type[BaseModel], name: str, info: FieldInfo) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        annotated = info.annotation
+def _checker(config: type[BaseModel], info: FieldInfo) -> Callable[[Any], Any]:
+    @lru_cache(maxsize=1)
+    def adapter() -> TypeAdapter[Any]:
+        annotated: Any = info.annotation
         for constraint in info.metadata:
-            from typing import Annotated
-
             annotated = Annotated[annotated, constraint]
-        adapter: TypeAdapter[Any] = TypeAdapter(annotated, config=ConfigDict(strict=True, allow_inf_nan=config.model_config.get("allow_inf_nan", True)))
+        allow_inf_nan = config.model_config.get("allow_inf_nan", True)
+        return TypeAdapter(annotated, config=ConfigDict(strict=True, allow_inf_nan=allow_inf_nan))
+
+    def check(value: Any) -> Any:
         try:
-            return adapter.validate_python(value)
+            return adapter().validate_python(value)
         except ValidationError as error:
             raise ValueError("; ".join(item["msg"] for item in error.errors())) from None
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from orchestrator.spec.domains import Domain
+from orchestrator.spec.domains import Domain, Grid
 
 Mode = Literal["min", "max"]
+SEED = "seed"  # the field that is a replicate, never a cell
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,30 @@ class SweepSpec:
     description: str = ""
     source: str = ""  # the file's text
     lines: Mapping[str, str] = field(default_factory=dict)  # path -> `file:line`, for later messages
+    fuse: Literal["auto", "off"] | int = "auto"  # an int is the largest group
+    preflight: bool = True
+    checkpoint_every: int = 100
+    file_name: str = ""
+    overrides: tuple[str, ...] = ()  # the texts of `--set`, in order
+    notes: tuple[str, ...] = ()  # what a reader of the plan should know: dropped duplicates, an end no step reaches
 
     def where(self, path: str) -> str:
         """`file:line` of a path such as `params.k`, or of its nearest parent in the file."""
         while path not in self.lines and "." in path:
             path = path.rpartition(".")[0]
         return self.lines.get(path, "")
+
+    @property
+    def grid_axes(self) -> dict[str, tuple[Any, ...]]:
+        """The crossed axes without `seed`: their product is the sweep's cells."""
+        return {name: axis.values for name, axis in self.axes.items() if isinstance(axis, Grid) and name != SEED}
+
+    @property
+    def sampled_axes(self) -> dict[str, Domain]:
+        return {name: axis for name, axis in self.axes.items() if not isinstance(axis, Grid)}
+
+    @property
+    def seeds(self) -> tuple[Any, ...] | None:
+        """The replicates of each configuration; None when `seed` is no axis (fixed or left to its default)."""
+        axis = self.axes.get(SEED)
+        return axis.values if isinstance(axis, Grid) else None

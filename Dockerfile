@@ -1,0 +1,34 @@
+# One image for everything of ours: MLflow's server, the Ray nodes, the command `orch`. Holds no secret.
+FROM docker.io/library/python:3.11-slim
+
+# An index besides PyPI, for example PyTorch's CPU-only wheels (the default wheels bring CUDA, several gigabytes).
+ARG PIP_EXTRA_INDEX_URL=
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+
+# The dependencies first and alone: this layer stays as it is when only our code changes.
+WORKDIR /build
+COPY pyproject.toml constraints.txt ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+      > requirements.txt \
+ && python -m pip install -c constraints.txt -r requirements.txt
+
+COPY README.md LICENSE ./
+COPY orchestrator orchestrator
+COPY workloads workloads
+COPY dashboards dashboards
+RUN python -m pip install --no-deps . && rm -rf /build/*
+COPY --chmod=755 docker/entrypoint.sh /usr/local/bin/orch-entrypoint
+COPY --chmod=644 docker/wait_for_database.py /usr/local/lib/orch/wait_for_database.py
+
+# Volumes take the owner of these folders when they are first used.
+RUN useradd --uid 1000 --create-home orch \
+ && install -d -o orch -g orch /shared /shared/artifacts /workspace \
+ && install -d -o orch -g orch -m 700 /home/orch/.orch
+USER orch
+WORKDIR /workspace
+ENTRYPOINT ["orch-entrypoint"]
+CMD ["orch", "--help"]

@@ -1,0 +1,90 @@
+"""The command `orch`: one short file a command, loaded only when it is called, so that `orch --help` stays quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator import __version__
+
+COMMANDS = {
+    "sweep": "Run a sweep file; --resume creates or continues.",
+    "plan": "Say what a sweep would run; start nothing.",
+    "status": "Sweeps and their progress.",
+    "runs": "One line a trial.",
+    "best": "The best finite run and its parameters.",
+    "compare": "Per cell: mean, spread, diverged share, cost.",
+    "sql": "Read-only SQL on the views.",
+    "ui": "MLflow's UI and the dashboards.",
+    "workloads": "What can be swept: fields, defaults, metrics.",
+    "rm": "Archive a sweep, or delete it with --purge.",
+    "up": "Start the database (and --ray); print how to reach it.",
+    "down": "Stop what `up` and other commands started.",
+    "doctor": "Find what is wrong here.",
+}
+
+
+class LazyCommands(click.Group):
+    """Knows every command's name and one line of help without importing any of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"orchestrator.cli.{name}").command
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--home", type=click.Path(path_type=Path), help="The .orch folder (default: nearest one at or above here)."
+)
+@click.version_option(__version__, prog_name="orch")
+@click.pass_context
+def cli(ctx: click.Context, home: Path | None) -> None:
+    """Which of these training settings is stable, and what does it cost?
+
+    Write the question as a YAML sweep, run `orch sweep FILE`, read the answer here, in SQL or in MLflow's UI.
+    """
+    ctx.obj = home
+
+
+def main() -> None:
+    """The console script: maps errors of the user's making to one block of text and the documented exit codes."""
+    from orchestrator.errors import OrchError
+
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except click.Abort:
+        code = 130
+    except OrchError as error:
+        click.echo(str(error), err=True)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader of our output (head, less) has seen enough
+        sys.stderr.close()
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,58 @@
+"""How commands print: rich tables for people, plain text for pipes, JSON for machines."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import click
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from orchestrator.reports.table import Format, Table, as_csv, as_json, short
+
+PIPE_WIDTH = 240  # columns when the output is not a terminal: nothing may be cut for a script
+
+format_option = click.option(
+    "--format", "fmt", type=click.Choice(["table", "csv", "json"]), default="table", help="How to print."
+)
+
+
+def console() -> Console:
+    width = None if sys.stdout.isatty() else max(PIPE_WIDTH, shutil.get_terminal_size().columns)
+    return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def print_table(table: Table, fmt: Format = "table") -> None:
+    if fmt == "csv":
+        click.echo(as_csv(table))
+    elif fmt == "json":
+        click.echo(as_json(table))
+    else:
+        _print_for_people(table)
+
+
+def _print_for_people(table: Table) -> None:
+    out = console()
+    if table.title:
+        out.print(table.title, markup=False, style="bold")
+    drawn = RichTable(box=None, pad_edge=False, header_style="bold")
+    numeric = [_is_numeric(table, index) for index in range(len(table.columns))]
+    for name, is_number in zip(table.columns, numeric, strict=True):
+        drawn.add_column(name, justify="right" if is_number else "left", no_wrap=True, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(_escaped(short(value)) for value in row))
+    out.print(drawn)
+    for note in table.notes:
+        out.print(note, markup=False, style="dim")
+
+
+def _is_numeric(table: Table, index: int) -> bool:
+    values = [row[index] for row in table.rows if row[index] is not None]
+    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,36 @@
+"""`orch sql`: read-only SQL on the views; without a query, an interactive shell."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from orchestrator.cli.output import format_option, print_table
+from orchestrator.reports.table import Format, Table
+
+
+@click.command(name="sql")
+@click.argument("query", required=False)
+@click.option(
+    "-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read the query from a file."
+)
+@format_option
+@click.pass_context
+def command(ctx: click.Context, query: str | None, file: Path | None, fmt: Format) -> None:
+    """Run QUERY on the views (sweeps, runs, metrics, final_metrics, findings, stability, sweep_<name>)."""
+    from orchestrator.workspace import open_for_reading
+
+    if query and file:
+        raise click.UsageError("give a query or -f FILE, not both")
+    text = file.read_text() if file else query
+    if text is None and not sys.stdin.isatty():
+        text = sys.stdin.read()
+    run = open_for_reading(ctx.obj)
+    if text is not None:
+        print_table(Table(*run(text)), fmt)
+        return
+    from orchestrator.cli.sql_shell import shell
+
+    shell(run, fmt)

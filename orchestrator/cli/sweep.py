@@ -1,0 +1,57 @@
+"""`orch sweep`: run a sweep file, show its progress, end with the comparison that answers its question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from orchestrator.cli.plan import show_plan
+from orchestrator.reports.table import Format
+
+
+@click.command(name="sweep")
+@click.argument("spec", type=click.Path(path_type=Path))
+@click.option("--resume", is_flag=True, help="Create or continue: a finished sweep prints its comparison.")
+@click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Override a value of the file.")
+@click.option("--name", help="Another name for the sweep.")
+@click.option("--dry-run", is_flag=True, help="Only say what would run (orch plan).")
+@click.option("--max-concurrent", type=click.IntRange(min=1), help="Worker processes at once.")
+@click.option("--address", help="A running Ray cluster (default: RAY_ADDRESS, else a local Ray for the sweep's time).")
+@click.option("--inline", is_flag=True, help="Train in this process, one trial after another; no Ray.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line: state changes, then the comparison.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    spec: Path,
+    resume: bool,
+    overrides: tuple[str, ...],
+    name: str | None,
+    dry_run: bool,
+    max_concurrent: int | None,
+    address: str | None,
+    inline: bool,
+    as_json: bool,
+) -> int:
+    """Run the sweep file SPEC."""
+    fmt: Format = "json" if as_json else "table"
+    if dry_run:
+        show_plan(spec, overrides, name, fmt)
+        return 0
+    from orchestrator.cli.progress import progress
+    from orchestrator.cli.sweep_end import print_end
+    from orchestrator.launch import SweepRequest, run_sweep
+
+    request = SweepRequest(
+        spec,
+        resume=resume,
+        overrides=overrides,
+        name=name,
+        max_concurrent=max_concurrent,
+        address=address,
+        inline=inline,
+    )
+    with progress(as_json) as observer:
+        ending = run_sweep(ctx.obj, request, observer)
+    print_end(ending, fmt)
+    return ending.exit_code

@@ -1,0 +1,62 @@
+-- orch.runs: one row a trial, waiting ones included.
+--
+--   run_id                 MLflow's; null while the trial waits for the first time
+--   sweep, trial           trial: its number in the sweep, from 0
+--   state                  waiting, running, finished, stopped, diverged, failed, killed, lost
+--   params                 what the sweep's file sets, fixed values included; infinities are the texts Infinity, -Infinity
+--   verdict                diverged; suspect (an error finding); warning (a warning finding); healthy;
+--                          null while waiting or running, and for failed, killed and lost trials
+--   diverged_at            step at which it diverged; null: it did not
+--   attempts               how often it was begun; 0 while it waits for the first time
+--   seconds                time its attempts took together, a running one until now; null before the first
+--   host, device, git_commit   of the last attempt; empty while unknown
+--   error, reason          traceback of a failure; one line on why it diverged, failed or was stopped; else empty
+--   objective, last_step   the sweep's metric at the last report, may be non-finite; null while there is none
+--   cell, sample           its grid axes without the seed; number of the sampled configuration in the cell, or null
+--   config                 the whole resolved config, defaults included, by dotted field name
+create view orch.runs as
+select
+    trial.run_id,
+    sweep.name as sweep,
+    trial.number as trial,
+    trial.state,
+    sweep.workload,
+    trial.params,
+    case
+        when trial.state = 'diverged' then 'diverged'
+        when trial.state not in ('finished', 'stopped') then null
+        when exists (
+            select from orch.findings as finding
+            where finding.run_id = trial.run_id and finding.severity = 'error'
+        ) then 'suspect'
+        when exists (
+            select from orch.findings as finding
+            where finding.run_id = trial.run_id and finding.severity = 'warning'
+        ) then 'warning'
+        else 'healthy'
+    end as verdict,
+    trial.diverged_at,
+    trial.attempts,
+    trial.started_at,
+    trial.ended_at,
+    spent.seconds,
+    trial.host,
+    trial.device,
+    trial.git_commit,
+    trial.error,
+    trial.reason,
+    trial.objective,
+    trial.last_step,
+    trial.cell,
+    trial.sample,
+    trial.config
+from orch_ledger.sweeps as sweep
+join orch_ledger.trials as trial on trial.sweep_id = sweep.id
+cross join lateral (
+    select
+        sum(extract(epoch from coalesce(attempt.ended_at, clock_timestamp()) - attempt.started_at))::double precision
+            as seconds
+    from orch_ledger.attempts as attempt
+    where attempt.trial_id = trial.id
+) as spent
+where sweep.archived_at is null

@@ -1,0 +1,79 @@
+"""What travels between a sweep's driver and whoever trains a trial. Plain values that survive JSON; no secrets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from orchestrator.trial import Failure, Finding, Outcome, TrialState
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt at one trial."""
+
+    sweep_id: int
+    trial_id: int
+    number: int
+    attempt: int
+    run_id: str
+    workload: str
+    params: Mapping[str, Any]
+    metric: str
+    stop_diverged: bool
+    log_every: int
+    started_at_ms: int  # no point of this attempt is older, whatever the worker's clock says
+    artifact_uri: str
+    device: str = "cpu"
+    trial_time_s: float | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        return cls(**json.loads(text))
+
+
+def outcome_to_json(outcome: Outcome) -> str:
+    return json.dumps(asdict(outcome))
+
+
+def outcome_from_json(text: str) -> Outcome:
+    values = json.loads(text)
+    return Outcome(**{**values, "state": TrialState(values["state"]), "failure": Failure(values["failure"])})
+
+
+class Sink(Protocol):
+    """Where a running trial's words go."""
+
+    @property
+    def stopping(self) -> bool:
+        """True once the sweep is being stopped."""
+
+    def record(self, job: Job, step: int, timestamp_ms: int, metrics: Mapping[str, float]) -> None: ...
+
+    def finding(self, job: Job, finding: Finding) -> None: ...
+
+    def sync(self) -> None:
+        """Returns when everything said so far is safe on disk."""
+
+
+class Feed(Protocol):
+    """What a backend asks of the sweep it works for."""
+
+    @property
+    def stopping(self) -> bool: ...
+
+    def next_job(self) -> Job | None:
+        """The next attempt to run, or None when there is none now."""
+
+    def exhausted(self) -> bool:
+        """True when `next_job` will never give another one, whatever the running trials return."""
+
+    def ended(self, job: Job, outcome: Outcome) -> None: ...
+
+    def tick(self) -> None:
+        """Called several times a second while trials run."""

@@ -1,0 +1,140 @@
+"""Starts a local Ray or attaches to a running one, and says what it can give. Runs no trial."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.errors import ResourceError
+from orchestrator.execution.ray_tune import environment
+
+OBJECT_STORE_BYTES = 200 * 1024 * 1024  # trials pass a few kilobytes through it
+NAMESPACE = "orch"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the cluster, as far as placing trials is concerned."""
+
+    node_id: str
+    host: str
+    cpus: float
+    gpus: float
+
+    def capacity(self, cpu: float, gpu: float) -> int:
+        """How many trials fit at once. A GPU share never spans two GPUs: 2 GPUs hold four trials of 0.4, not five."""
+        by_cpu = math.floor(self.cpus / cpu + 1e-9)
+        if gpu == 0:
+            return by_cpu
+        by_gpu = math.floor(self.gpus) * math.floor(1 / gpu + 1e-9) if gpu <= 1 else math.floor(self.gpus / gpu)
+        return min(by_cpu, by_gpu)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connected Ray."""
+
+    nodes: tuple[Node, ...]
+    is_local: bool  # started by this command, on this host only
+    scratch: Path
+
+    @property
+    def has_remote_nodes(self) -> bool:
+        return len({node.host for node in self.nodes}) > 1
+
+    def capacity(self, cpu: float, gpu: float) -> int:
+        """Trials that fit at once. Raises ResourceError when not even one ever will."""
+        fits = sum(node.capacity(cpu, gpu) for node in self.nodes)
+        if fits > 0:
+            return fits
+        most_gpus = max((node.gpus for node in self.nodes), default=0)
+        most_cpus = max((node.cpus for node in self.nodes), default=0)
+        if gpu > most_gpus:
+            raise ResourceError(f"resources.gpu  a trial needs {gpu:g} GPU, have {most_gpus:g}; set resources.gpu: 0")
+        raise ResourceError(
+            f"resources.cpu  a trial needs {cpu:g} CPUs, the largest node has {most_cpus:g}; lower resources.cpu"
+        )
+
+
+@contextlib.contextmanager
+def local_cluster(scratch: Path, token_file: Path) -> Iterator[Cluster]:
+    """A Ray of our own for the time of the sweep, reachable with our token only. Call from the main thread."""
+    environment.prepare(token_file)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(Path.cwd()), *_python_path()]))
+    import ray
+
+    ray.init(
+        address="local",  # without it Ray attaches to any cluster it finds
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(scratch),
+    )
+    try:
+        yield Cluster(_nodes(), is_local=True, scratch=scratch)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)  # a session leaves 5 MB that nobody deletes
+
+
+@contextlib.contextmanager
+def attached_cluster(address: str, scratch: Path, packages: Sequence[str]) -> Iterator[Cluster]:
+    """A running cluster. The code of `packages` (top-level names) travels with the connection.
+
+    Raises ResourceError when nothing answers at `address`.
+    """
+    environment.prepare(None)
+    import ray
+
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"py_modules": [str(_folder_of(package)) for package in packages]},
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ResourceError(
+            f"RAY_ADDRESS={address}  no Ray cluster answers ({first_line}); start one, or unset it"
+        ) from error
+    try:
+        yield Cluster(_nodes(), is_local=False, scratch=scratch)
+    finally:
+        ray.shutdown()
+
+
+def _python_path() -> list[str]:
+    return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+
+
+def _folder_of(package: str) -> Path:
+    module = sys.modules.get(package) or __import__(package)
+    if module.__file__ is None:
+        return Path(next(iter(module.__path__)))
+    file = Path(module.__file__)
+    return file.parent if file.name == "__init__.py" else file
+
+
+def _nodes() -> tuple[Node, ...]:
+    import ray
+
+    return tuple(
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )

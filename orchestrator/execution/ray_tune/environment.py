@@ -1,0 +1,37 @@
+"""What must stand in the environment before ray is imported, and why. Imports nothing of ray."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Measured on Ray 2.60: without these Tune imports TensorBoardX (and with it torch) in the driver, writes a snapshot
+# that nobody reads, swallows Ctrl-C, changes directory under relative paths, and runs workers at nice 15.
+TUNE_AND_RAY = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1000000000",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_worker_niceness": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a trial without a GPU share sees no GPU
+    "RAY_enable_worker_prestart": "0",  # Tune never uses prestarted workers: they would only burn CPU
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+USAGE_STATISTICS = "RAY_USAGE_STATS_ENABLED"
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+def prepare(token_file: Path | None) -> None:
+    """Sets what the user has not set. `token_file` holds the token of a cluster of our own; None when attaching."""
+    for name, value in TUNE_AND_RAY.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault(USAGE_STATISTICS, "0")
+    if token_file is not None:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
+    elif any(os.environ.get(name) for name in TOKEN_VARIABLES):
+        # Ray turns token authentication on by itself for local clusters only, not for explicit addresses.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -1,0 +1,98 @@
+"""The worker's side: one long-lived process trains one trial after another, so torch is imported once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import tune
+
+from orchestrator.execution.inline import finding_of, points_of
+from orchestrator.execution.job import Job, outcome_to_json
+from orchestrator.execution.ray_tune.cluster import NAMESPACE
+from orchestrator.execution.ray_tune.recorder_actor import ANSWER_TIMEOUT_S, recorder_name
+from orchestrator.execution.trial_run import run_trial
+from orchestrator.tracking.recorder import FindingRow, Points
+from orchestrator.trial import Finding
+from orchestrator.workload import describe
+
+MAX_HELD_POINTS = 256  # reports kept back while the recorder has not answered yet; then we wait for it
+SILENCE_GRACE_S = 10.0  # after trial_time, how long we wait for a report before the process ends itself
+
+
+class ActorSink:
+    """Sends reports to the node's recorder; waits only when an earlier answer is long outstanding."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._points: list[Points] = []
+        self._findings: list[FindingRow] = []
+        self._answer: Any = None
+        self._stopping = False
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    def record(self, job: Job, step: int, timestamp_ms: int, metrics: Mapping[str, float]) -> None:
+        self._points.append(points_of(job, step, timestamp_ms, metrics))
+        self._send(wait=len(self._points) >= MAX_HELD_POINTS)
+
+    def finding(self, job: Job, finding: Finding) -> None:
+        self._findings.append(finding_of(job, finding))
+        self._send(wait=False)
+
+    def sync(self) -> None:
+        self._send(wait=True)
+        self._collect(wait=True)
+        self._stopping = ray.get(self._actor.sync.remote(ANSWER_TIMEOUT_S), timeout=2 * ANSWER_TIMEOUT_S)
+
+    def _send(self, wait: bool) -> None:
+        if self._collect(wait) and (self._points or self._findings):
+            self._answer = self._actor.take.remote(self._points, self._findings)
+            self._points, self._findings = [], []
+
+    def _collect(self, wait: bool) -> bool:
+        """Takes the outstanding answer; False if it has not come yet."""
+        if self._answer is None:
+            return True
+        if not wait and not ray.wait([self._answer], timeout=0)[0]:
+            return False
+        self._stopping = ray.get(self._answer, timeout=ANSWER_TIMEOUT_S)
+        self._answer = None
+        return True
+
+
+class TrialWorker(tune.Trainable):  # type: ignore[misc]
+    """A Tune trainable whose one `step` trains a whole trial; reused, so processes and imports are paid for once."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        node_id = ray.get_runtime_context().get_node_id()
+        self._sink_actor = ray.get_actor(recorder_name(config["recorder"], node_id), namespace=NAMESPACE)
+        describe(config["workload"]).load()
+
+    def step(self) -> dict[str, Any]:
+        job = Job.from_json(self.config["job"])
+        watchdog = _watchdog(job)
+        try:
+            outcome = run_trial(job, ActorSink(self._sink_actor))
+        finally:
+            watchdog.cancel()
+        return {"outcome": outcome_to_json(outcome), "done": True}
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.config = new_config
+        return True
+
+
+def _watchdog(job: Job) -> threading.Timer:
+    """Ends this process when a trial stays silent past its time; the driver sees the death and knows the deadline."""
+    limit_s = job.trial_time_s + SILENCE_GRACE_S if job.trial_time_s else threading.TIMEOUT_MAX
+    timer = threading.Timer(limit_s, os._exit, args=(124,))
+    timer.daemon = True
+    if job.trial_time_s:
+        timer.start()
+    return timer

@@ -1,0 +1,246 @@
+"""Drives one sweep: claims trials, opens their runs, records their fate. Knows no backend and prints nothing."""
+
+from __future__ import annotations
+
+import datetime as dt
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from orchestrator.errors import NotFound
+from orchestrator.execution.job import Job
+from orchestrator.ledger.store import Ledger, SweepRow, TrialRow
+from orchestrator.search.searcher import Searcher
+from orchestrator.spec.sweep_spec import SweepSpec
+from orchestrator.tracking.runs import Runs
+from orchestrator.trial import Candidate, Failure, Outcome, Told, TrialState, config_hash, jsonable
+from orchestrator.workload import Description, flatten
+
+RETRYABLE = (Failure.WORKER_DEATH, Failure.TIMEOUT)
+
+
+class Observer(Protocol):
+    """Whoever shows a sweep's progress."""
+
+    def opened(self, run: SweepRun, total: int, workers: int) -> None:
+        """Called once, before the first trial; `total` counts every trial the sweep will have."""
+
+    def said(self, text: str) -> None:
+        """A remark for the person."""
+
+    def started(self, job: Job) -> None: ...
+
+    def ended(self, job: Job, outcome: Outcome, will_retry: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how the trials of a sweep run."""
+
+    device: str
+    host: str
+
+
+class SweepRun:
+    """The `Feed` of one sweep. The ledger is written before anything trains and again as soon as it ends."""
+
+    def __init__(
+        self,
+        sweep: SweepRow,
+        spec: SweepSpec,
+        workload: Description,
+        searcher: Searcher,
+        ledger: Ledger,
+        runs: Runs,
+        observer: Observer,
+        placement: Placement,
+        run_tags: Mapping[str, str],
+        refresh_views: Callable[[bool], None],
+    ) -> None:
+        self.sweep, self.spec, self.workload, self.searcher = sweep, spec, workload, searcher
+        self.ledger, self.runs, self.observer, self.placement = ledger, runs, observer, placement
+        self.run_tags, self.refresh_views = run_tags, refresh_views
+        self.trials: dict[int, TrialRow] = {row.number: row for row in ledger.trials(sweep.id)}
+        self.abort_reason = ""
+        self.without_record: dict[int, str] = {}  # trial number -> why MLflow does not show how it ended
+        self.interrupted = False
+        self._searched_out = False
+        self._said_stopping = False
+
+    def interrupt(self) -> None:
+        """What the first signal does: running trials end at their next report, nothing new starts."""
+        self.interrupted = True
+
+    # The feed, called by a backend
+
+    @property
+    def stopping(self) -> bool:
+        return self.interrupted or bool(self.abort_reason)
+
+    def next_job(self) -> Job | None:
+        while (trial := self._claim()) is not None:
+            try:
+                return self._open(trial)
+            except (
+                Exception
+            ) as error:  # no run can be opened (experiment deleted, ...): this trial fails, the rest goes on
+                outcome = Outcome(
+                    TrialState.FAILED,
+                    reason=f"no MLflow run: {error}"[:500],
+                    error=str(error),
+                    failure=Failure.NO_RECORD,
+                )
+                self._close(self._job(trial, trial.attempts, trial.run_id or "", 0), outcome)
+        return None
+
+    def exhausted(self) -> bool:
+        return self._searched_out and not any(row.state == TrialState.WAITING for row in self.trials.values())
+
+    def ended(self, job: Job, outcome: Outcome) -> None:
+        if self._deserves_retry(job, outcome):
+            self.ledger.requeue(job.trial_id, job.attempt, outcome)
+            self._remember(job.number, TrialState.WAITING, outcome)
+            self.observer.ended(job, outcome, will_retry=True)
+            return
+        self._close(job, outcome)
+        if outcome.failure is Failure.NO_OBJECTIVE and not self._any_objective():
+            self.abort_reason = f"trial {job.number} ended, but it {outcome.reason}; set metric.name to one of these"
+
+    def tick(self) -> None:
+        if self.interrupted and not self._said_stopping:
+            self._said_stopping = True
+            self.observer.said("stopping: running trials end at their next report; once more stops at once")
+        self.refresh_views(False)
+
+    # What the command reads
+
+    def counts(self) -> Counter[TrialState]:
+        return Counter(row.state for row in self.trials.values())
+
+    def expand(self) -> Sequence[TrialRow]:
+        """Asks the searcher for more and writes what is new into the ledger, before anything trains."""
+        candidates = self.searcher.ask(self._history())
+        if candidates is None:
+            self._searched_out = True
+            return ()
+        rows = self.ledger.add_trials(self.sweep.id, [self._ledger_item(candidate) for candidate in candidates])
+        self.trials.update((row.number, row) for row in rows)
+        return rows
+
+    # Parts
+
+    def _claim(self) -> TrialRow | None:
+        trial = self.ledger.claim(self.sweep.id)
+        while trial is None and not self._searched_out and self.expand():
+            trial = self.ledger.claim(self.sweep.id)
+        return trial
+
+    def _open(self, trial: TrialRow) -> Job:
+        """The MLflow run first (its id in the ledger before training starts), then the attempt."""
+        attempt_number = trial.attempts + 1
+        if trial.run_id is None:
+            run_id = self.runs.create(
+                self._experiment_id(),
+                trial_key=f"{self.sweep.id}/{trial.number}",
+                run_name=f"{self.sweep.name}-{trial.number}",
+                params=trial.config,
+                tags=self._tags(trial),
+            )
+            self.ledger.set_run(trial.id, run_id)
+            not_before = None
+        else:
+            run_id = trial.run_id
+            not_before = self.runs.reopen(run_id, attempt_number)
+        attempt = self.ledger.begin_attempt(trial.id, self.placement.host, first_step=0, not_before=not_before)
+        job = self._job(trial, attempt.number, run_id, _milliseconds(attempt.started_at))
+        self._remember(trial.number, TrialState.RUNNING, None, run_id=run_id)
+        self.observer.started(job)
+        return job
+
+    def _close(self, job: Job, outcome: Outcome) -> None:
+        self.ledger.finish(job.trial_id, job.attempt, outcome, host=self.placement.host, device=self.placement.device)
+        self._remember(job.number, outcome.state, outcome)
+        self._end_run(job, outcome)
+        self.observer.ended(job, outcome, will_retry=False)
+
+    def _end_run(self, job: Job, outcome: Outcome) -> None:
+        """Ends the MLflow run; one that cannot be written (deleted meanwhile, ...) is named at the sweep's end."""
+        try:
+            if not job.run_id:
+                raise NotFound(outcome.reason)
+            self.runs.terminate(job.run_id, outcome.state, reason=outcome.reason, diverged_at=outcome.diverged_at)
+            if outcome.error:
+                self.runs.log_text(job.run_id, outcome.error, "error.txt")
+        except Exception as error:  # MLflow's own errors have no common base that we could name without importing it
+            self.without_record[job.number] = str(error).split("\n")[0][:300]
+
+    def _deserves_retry(self, job: Job, outcome: Outcome) -> bool:
+        if self.stopping or outcome.state is not TrialState.FAILED or job.attempt > self.spec.retries.count:
+            return False
+        if outcome.failure is Failure.NO_OBJECTIVE:
+            return False
+        return self.spec.retries.any_error or outcome.failure in RETRYABLE
+
+    def _any_objective(self) -> bool:
+        return any(row.objective is not None for row in self.trials.values())
+
+    def _history(self) -> list[Told]:
+        rows = sorted(self.trials.values(), key=lambda row: row.number)
+        return [Told(Candidate(row.params, row.cell, row.sample), row.state, row.objective) for row in rows]
+
+    def _ledger_item(self, candidate: Candidate) -> tuple[Candidate, dict[str, Any], str]:
+        config = flatten(self.workload.resolve(candidate.params))
+        return candidate, {name: jsonable(value) for name, value in config.items()}, config_hash(candidate.params)
+
+    def _job(self, trial: TrialRow, attempt: int, run_id: str, started_at_ms: int) -> Job:
+        return Job(
+            sweep_id=self.sweep.id,
+            trial_id=trial.id,
+            number=trial.number,
+            attempt=attempt,
+            run_id=run_id,
+            workload=self.spec.workload,
+            params=dict(trial.params),
+            metric=self.spec.metric.name,
+            stop_diverged=self.spec.stop_diverged,
+            log_every=self.spec.log_every,
+            started_at_ms=started_at_ms,
+            artifact_uri=self.runs.artifact_uri(self._experiment_id(), run_id) if run_id else "",
+            device=self.placement.device,
+            trial_time_s=self.spec.resources.trial_time_s,
+        )
+
+    def _experiment_id(self) -> str:
+        assert self.sweep.experiment_id is not None, "a sweep's experiment exists before its first trial"
+        return self.sweep.experiment_id
+
+    def _tags(self, trial: TrialRow) -> dict[str, str]:
+        return {
+            **self.spec.tags,
+            **self.run_tags,
+            "orch.sweep": self.sweep.name,
+            "orch.number": str(trial.number),
+            "orch.state": TrialState.RUNNING.value,
+            "orch.attempt": "1",
+        }
+
+    def _remember(self, number: int, state: TrialState, outcome: Outcome | None, run_id: str | None = None) -> None:
+        """Keeps our copy of the ledger's row in step, so that progress and searching read no database."""
+        row = self.trials[number]
+        self.trials[number] = replace(
+            row,
+            state=state,
+            run_id=run_id or row.run_id,
+            objective=outcome.objective if outcome else row.objective,
+            attempts=row.attempts + (state is TrialState.RUNNING),
+        )
+
+
+def _milliseconds(moment: dt.datetime) -> int:
+    return int(moment.timestamp() * 1000)
+
+
+def this_host() -> str:
+    return socket.gethostname()

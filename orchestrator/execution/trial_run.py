@@ -1,0 +1,174 @@
+"""Runs one attempt in this process and judges it. The same code serves `--inline` and the Ray workers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from orchestrator.execution.job import Job, Sink
+from orchestrator.tracking.artifacts import store_file
+from orchestrator.tracking.recorder import MetricError, legal_key, real_number
+from orchestrator.trial import Failure, Finding, Outcome, Report, Severity, TrialState
+from orchestrator.workload import Description, describe
+
+TRAINING_LOSS = "train/loss"
+NONFINITE_PARAMETERS = "params/nonfinite"  # a workload that counts them here is judged by them
+
+
+class TrialContext:
+    """What a workload may ask of us: see `orchestrator.workload.Context`."""
+
+    def __init__(self, job: Job, sink: Sink, trial_seed: int) -> None:
+        self.trial = job.number
+        self.attempt = job.attempt
+        self.device = job.device
+        self.told_to_stop = False  # a workload that saw this and returned was interrupted, not finished
+        self._job = job
+        self._sink = sink
+        self._trial_seed = trial_seed
+
+    @property
+    def stopping(self) -> bool:
+        self.told_to_stop = self.told_to_stop or self._sink.stopping
+        return self.told_to_stop
+
+    def should_report(self, step: int) -> bool:
+        return step % self._job.log_every == 0
+
+    def seed(self, stream: str) -> int:
+        digest = hashlib.sha256(f"{self._trial_seed}/{stream}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def finding(self, finding: Finding) -> None:
+        self._sink.finding(self._job, finding)
+
+    def artifact(self, path: Path, name: str | None = None) -> None:
+        store_file(self._job.artifact_uri, path, name)
+
+
+class Verdict:
+    """What the reports so far say about the trial."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.objective: float | None = None
+        self.last_step: int | None = None
+        self.diverged_at: int | None = None
+        self.reason = ""
+        self.keys: set[str] = set()
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.last_step = step
+        self.keys.update(metrics)
+        self.objective = metrics.get(self.job.metric, self.objective)
+        if self.diverged_at is None and (reason := _divergence(metrics, self.job.metric)):
+            self.diverged_at, self.reason = step, f"{reason} at step {step}"
+
+    def outcome(self, stopped: bool) -> Outcome:
+        if self.diverged_at is not None:
+            state, failure = TrialState.DIVERGED, Failure.NONE
+        elif stopped:
+            state, failure, self.reason = TrialState.KILLED, Failure.NONE, "interrupted"
+        elif self.objective is None:
+            state, failure = TrialState.FAILED, Failure.NO_OBJECTIVE
+            seen = ", ".join(sorted(self.keys)) or "nothing"
+            self.reason = f"never reported {self.job.metric!r}; it reported {seen}"
+        else:
+            state, failure = TrialState.FINISHED, Failure.NONE
+        return Outcome(state, self.objective, self.last_step, self.diverged_at, self.reason, failure=failure)
+
+
+def _divergence(metrics: Mapping[str, float], objective: str) -> str:
+    for key in dict.fromkeys((TRAINING_LOSS, objective)):
+        value = metrics.get(key, 0.0)
+        if not math.isfinite(value):
+            return f"{key} is {value}"
+    count = metrics.get(NONFINITE_PARAMETERS, 0)
+    return f"{count:.0f} parameters are not finite" if count else ""
+
+
+class Keys:
+    """Checks each metric name once: illegal ones are mapped, undeclared ones pass; both leave a warning finding."""
+
+    def __init__(self, job: Job, sink: Sink, workload: Description) -> None:
+        self._job, self._sink, self._workload = job, sink, workload
+        self._known: dict[str, str] = {}
+
+    def legal(self, name: str) -> str:
+        if name not in self._known:
+            self._known[name] = legal_key(name)
+            self._warn(name, self._known[name])
+        return self._known[name]
+
+    def _warn(self, name: str, legal: str) -> None:
+        if legal != name:
+            message, advice = (
+                f"metric {name!r} is stored as {legal!r}",
+                "MLflow does not allow this name; choose another",
+            )
+        elif not self._workload.declares(name):
+            message, advice = f"metric {name!r} is not declared", f"add it to `metrics` of {self._workload.name}"
+        else:
+            return
+        self._sink.finding(self._job, Finding("metric_name", Severity.WARNING, message, advice))
+
+
+def run_trial(job: Job, sink: Sink) -> Outcome:
+    """Trains one attempt to its end. Never raises for what the workload does: a trial may die, the sweep goes on."""
+    verdict = Verdict(job)
+    try:
+        stopped = _train(job, sink, verdict)
+        outcome = verdict.outcome(stopped)
+    except TrialTimeout as timeout:
+        outcome = _failed(verdict, str(timeout), Failure.TIMEOUT, "")
+    except MetricError as error:
+        outcome = _failed(verdict, str(error), Failure.EXCEPTION, "")
+    except Exception as error:  # the boundary between the user's code and ours: kept whole, shown, counted
+        outcome = _failed(verdict, f"{type(error).__name__}: {error}", Failure.EXCEPTION, traceback.format_exc())
+    sink.sync()
+    return outcome
+
+
+class TrialTimeout(Exception):
+    """The attempt ran longer than `resources.trial_time`."""
+
+
+def _failed(verdict: Verdict, reason: str, failure: Failure, error: str) -> Outcome:
+    first_line = reason.split("\n")[0][:500]
+    return Outcome(
+        TrialState.FAILED, verdict.objective, verdict.last_step, None, first_line, error or reason, failure=failure
+    )
+
+
+def _train(job: Job, sink: Sink, verdict: Verdict) -> bool:
+    """Feeds every report to the sink and the verdict; returns True if the sweep was stopped before the trial ended."""
+    workload = describe(job.workload)
+    config = workload.resolve(job.params)
+    context = TrialContext(job, sink, int(getattr(config, "seed", 0)))
+    keys = Keys(job, sink, workload)
+    deadline = time.monotonic() + job.trial_time_s if job.trial_time_s else math.inf
+    reports = workload.load().run(config, context)
+    try:
+        for report in reports:
+            metrics = {keys.legal(name): real_number(name, value) for name, value in report.metrics.items()}
+            sink.record(job, report.step, _timestamp_ms(report, job), metrics)
+            verdict.see(report.step, metrics)
+            if verdict.diverged_at is not None and job.stop_diverged:
+                return False
+            if context.stopping:
+                return True
+            if time.monotonic() > deadline:
+                raise TrialTimeout(f"ran longer than trial_time = {job.trial_time_s:g} s (at step {report.step})")
+    finally:
+        close = getattr(reports, "close", None)  # iterators that are not generators need no closing
+        if close is not None:
+            close()
+    return context.told_to_stop
+
+
+def _timestamp_ms(report: Report, job: Job) -> int:
+    return max(int(report.measured_at * 1000), job.started_at_ms)

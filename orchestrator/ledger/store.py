@@ -1,0 +1,635 @@
+"""Reads and writes the ledger: every method is one short transaction, mostly one round trip. Decides nothing.
+
+An attempt's number is the fencing token: whoever finishes an attempt that another has replaced changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Engine, RowMapping, select, text
+from sqlalchemy.dialects.postgresql import insert as upsert
+
+from orchestrator.errors import AlreadyExists, NotFound
+from orchestrator.ledger.models import FindingRow, Sweep, SweepState, Trial
+from orchestrator.trial import Candidate, Finding, Outcome, Params, TrialState, canonical_json, jsonable
+
+UNFINISHED = (TrialState.KILLED, TrialState.RUNNING, TrialState.LOST)
+LOCK_CLASS = 0x6F726368  # "orch": the first half of a sweep's advisory lock; the second is its id
+APPLICATION_NAME_BYTES = 63  # PostgreSQL cuts longer ones
+NOT_NUMBERS = ("Infinity", "-Infinity", "NaN")  # how JSON holds what it cannot hold
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    id: int
+    name: str
+    workload: str
+    description: str
+    spec: dict[str, Any]
+    source: str
+    columns: dict[str, str]  # field of the workload's Config -> SQL type, in the Config's order
+    metric: str
+    mode: str
+    state: SweepState
+    experiment_id: str | None
+    tags: dict[str, str]
+    created_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    archived_at: datetime | None
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    id: int
+    sweep_id: int
+    number: int
+    params: dict[str, Any]
+    config: dict[str, Any]
+    config_hash: str
+    cell: dict[str, Any]
+    sample: int | None
+    state: TrialState
+    run_id: str | None
+    diverged_at: int | None
+    reason: str
+    error: str
+    objective: float | None
+    last_step: int | None
+    attempts: int
+    started_at: datetime | None
+    ended_at: datetime | None
+    host: str
+    device: str
+    git_commit: str
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(params=self.params, cell=self.cell, sample=self.sample)
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    id: int
+    trial_id: int
+    number: int
+    state: TrialState
+    started_at: datetime
+    first_step: int
+    ended_at: datetime | None
+    host: str
+    pid: int | None
+    failure: str
+    error: str
+
+
+TRIAL_COLUMNS = ", ".join(f"trials.{field.name}" for field in fields(TrialRow))
+ATTEMPT_COLUMNS = ", ".join(f"attempts.{field.name}" for field in fields(AttemptRow))
+
+ADD_TRIALS = text(
+    f"""
+    with given as (
+        select row_number() over (order by first.place) as nth, first.*
+        from (
+            select distinct on (item.config_hash) item.*
+            from rows from (
+                jsonb_to_recordset(cast(:items as jsonb))
+                as (params jsonb, config jsonb, config_hash text, cell jsonb, sample integer)
+            ) with ordinality as item (params, config, config_hash, cell, sample, place)
+            where not exists (
+                select from orch_ledger.trials as known
+                where known.sweep_id = :sweep_id and known.config_hash = item.config_hash
+            )
+            order by item.config_hash, item.place
+        ) as first
+    )
+    insert into orch_ledger.trials as trials (sweep_id, number, params, config, config_hash, cell, sample)
+    select
+        :sweep_id,
+        (select coalesce(max(number) + 1, 0) from orch_ledger.trials where sweep_id = :sweep_id) + nth - 1,
+        params, config, config_hash, cell, sample
+    from given
+    order by nth
+    on conflict (sweep_id, config_hash) do nothing
+    returning {TRIAL_COLUMNS}
+    """
+)
+
+CLAIM = text(
+    f"""
+    with next as (
+        select id from orch_ledger.trials
+        where sweep_id = :sweep_id and state = 'waiting'
+        order by number
+        limit 1
+        for update skip locked
+    )
+    update orch_ledger.trials as trials
+    set state = 'running', started_at = coalesce(trials.started_at, clock_timestamp())
+    from next
+    where trials.id = next.id
+    returning {TRIAL_COLUMNS}
+    """
+)
+
+# An attempt starts at least 1 ms after its predecessor, whatever the clocks say: points are told apart by time.
+BEGIN_ATTEMPT = text(
+    f"""
+    with closed as (
+        update orch_ledger.attempts set state = 'lost', ended_at = clock_timestamp()
+        where trial_id = :trial_id and ended_at is null
+    ),
+    trial as (
+        update orch_ledger.trials
+        set state = 'running', attempts = attempts + 1, ended_at = null, reason = '', host = :host,
+            git_commit = coalesce(nullif(:git_commit, ''), git_commit),
+            started_at = coalesce(started_at, clock_timestamp())
+        where id = :trial_id
+        returning id, attempts
+    )
+    insert into orch_ledger.attempts as attempts (trial_id, number, started_at, first_step, host, pid)
+    select
+        trial.id,
+        trial.attempts,
+        greatest(
+            clock_timestamp(),
+            cast(:not_before as timestamptz),
+            (select max(started_at) + interval '1 millisecond' from orch_ledger.attempts where trial_id = :trial_id)
+        ),
+        :first_step, :host, :pid
+    from trial
+    returning {ATTEMPT_COLUMNS}
+    """
+)
+
+# An attempt that was marked killed may still be finished by its own worker; a lost one is another's by now.
+CLOSE_ATTEMPT = """
+    update orch_ledger.attempts
+    set state = :state, ended_at = clock_timestamp(), failure = :failure, error = :error
+    where trial_id = :trial_id and number = :attempt and state in ('running', 'killed', :state)
+    returning trial_id
+"""
+
+FINISH = text(
+    f"""
+    with closed as ({CLOSE_ATTEMPT})
+    update orch_ledger.trials as trials
+    set state = :state, objective = :objective, last_step = :last_step, diverged_at = :diverged_at,
+        reason = :reason, error = :error, ended_at = clock_timestamp(),
+        host = coalesce(nullif(:host, ''), trials.host), device = coalesce(nullif(:device, ''), trials.device)
+    from closed
+    where trials.id = closed.trial_id and trials.attempts = :attempt and trials.state <> 'waiting'
+    returning trials.id
+    """
+)
+
+REQUEUE = text(
+    f"""
+    with closed as ({CLOSE_ATTEMPT})
+    update orch_ledger.trials as trials
+    set state = 'waiting', last_step = :last_step, reason = :reason, ended_at = null
+    from closed
+    where trials.id = closed.trial_id and trials.attempts = :attempt
+    returning trials.id
+    """
+)
+
+RELEASE = text(
+    f"""
+    with released as (
+        update orch_ledger.trials as trials
+        set state = 'waiting', objective = null, last_step = null, diverged_at = null, reason = '', error = '',
+            ended_at = null
+        where sweep_id = :sweep_id and (state = any(:states) or number = any(:numbers))
+        returning {TRIAL_COLUMNS}
+    ),
+    closed as (
+        update orch_ledger.attempts set state = 'lost', ended_at = clock_timestamp()
+        from released where attempts.trial_id = released.id and attempts.ended_at is null
+    )
+    select * from released order by number
+    """
+)
+
+MARK = text(
+    f"""
+    with marked as (
+        update orch_ledger.trials as trials
+        set state = :state, reason = :reason, ended_at = clock_timestamp()
+        where sweep_id = :sweep_id and state in ('waiting', 'running')
+        returning {TRIAL_COLUMNS}
+    ),
+    closed as (
+        update orch_ledger.attempts set state = :state, ended_at = clock_timestamp()
+        from marked where attempts.trial_id = marked.id and attempts.ended_at is null
+    )
+    select * from marked order by number
+    """
+)
+
+SET_SWEEP_STATE = text(
+    """
+    update orch_ledger.sweeps
+    set state = :state,
+        started_at = case when :state = 'running' then coalesce(started_at, clock_timestamp()) else started_at end,
+        ended_at = case when :state in ('created', 'running') then null else clock_timestamp() end
+    where id = :sweep_id
+    returning id
+    """
+)
+
+HOLDER = text(
+    """
+    select activity.application_name, activity.backend_start
+    from pg_locks as lock
+    left join pg_stat_activity as activity on activity.pid = lock.pid
+    where lock.locktype = 'advisory' and lock.granted and lock.objsubid = 2
+        and lock.database = (select oid from pg_database where datname = current_database())
+        and lock.classid = cast(:class as integer)::oid and lock.objid = cast(:object as integer)::oid
+    """
+)
+
+
+class Hold:
+    """A sweep's driver's proof that it is the only one. Lost when its connection is."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def still_held(self) -> bool:
+        """False after the database restarted or cut the connection: another command may drive the sweep by now."""
+        try:
+            self._connection.execute("select 1")
+        except self._connection_errors():
+            return False
+        return True
+
+    def _connection_errors(self) -> tuple[type[Exception], ...]:
+        import psycopg
+
+        return (psycopg.OperationalError, psycopg.InterfaceError)
+
+
+class Ledger:
+    """The ledger of one database. Safe to share between threads as far as the engine's pool has connections."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._single = engine.execution_options(isolation_level="AUTOCOMMIT")  # one statement, one round trip
+        self._columns: dict[int, dict[str, str]] = {}
+
+    # Sweeps
+
+    def find_sweep(self, name: str) -> SweepRow | None:
+        return self._sweep_where(Sweep.name == name)
+
+    def sweep(self, sweep_id: int) -> SweepRow:
+        """Raises NotFound after a purge."""
+        row = self._sweep_where(Sweep.id == sweep_id)
+        if row is None:
+            raise NotFound(f"there is no sweep with id {sweep_id}")
+        return row
+
+    def sweep_names(self) -> list[str]:
+        """The names in use, in alphabetical order; archived sweeps are left out."""
+        with self._single.connect() as connection:
+            query = select(Sweep.name).where(Sweep.archived_at.is_(None)).order_by(Sweep.name)
+            return list(connection.scalars(query))
+
+    def create_sweep(
+        self,
+        *,
+        name: str,
+        workload: str,
+        spec: Mapping[str, Any],
+        metric: str,
+        mode: str,
+        columns: Mapping[str, str],
+        description: str = "",
+        source: str = "",
+        experiment_id: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> SweepRow:
+        """A new sweep in state `created`. `columns` maps each field of the Config to its SQL type, see `view_catalog`.
+
+        Raises AlreadyExists when the name is taken.
+        """
+        values = {
+            "name": name,
+            "workload": workload,
+            "spec": jsonable(spec),
+            "metric": metric,
+            "mode": mode,
+            "columns": [[field, sql_type] for field, sql_type in columns.items()],
+            "description": description,
+            "source": source,
+            "experiment_id": experiment_id,
+            "tags": dict(tags or {}),
+        }
+        query = upsert(Sweep).values(values).on_conflict_do_nothing().returning(Sweep.__table__)
+        with self._single.connect() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            raise AlreadyExists(f"there is a sweep called {name} already")
+        return _sweep_row(row)
+
+    def extend_sweep(
+        self, sweep_id: int, *, spec: Mapping[str, Any], source: str, columns: Mapping[str, str], description: str = ""
+    ) -> SweepRow:
+        """Replaces what a sweep's file says, once the caller found that the new file only adds trials."""
+        self._columns.pop(sweep_id, None)
+        values = {
+            "spec": jsonable(spec),
+            "source": source,
+            "columns": [[field, sql_type] for field, sql_type in columns.items()],
+            "description": description,
+        }
+        table = Sweep.__table__
+        query = table.update().where(Sweep.id == sweep_id).values(values).returning(table)  # type: ignore[attr-defined]
+        with self._single.connect() as connection:
+            return _sweep_row(connection.execute(query).mappings().one())
+
+    def set_experiment(self, sweep_id: int, experiment_id: str) -> None:
+        self._one(
+            text("update orch_ledger.sweeps set experiment_id = :experiment_id where id = :sweep_id returning id"),
+            sweep_id=sweep_id,
+            experiment_id=experiment_id,
+        )
+
+    def set_sweep_state(self, sweep_id: int, state: SweepState) -> None:
+        """Also keeps `started_at` (the first start) and `ended_at` (the last end; null while it runs)."""
+        self._one(SET_SWEEP_STATE, sweep_id=sweep_id, state=state.value)
+
+    def archive(self, sweep_id: int) -> str:
+        """Frees the sweep's name and takes it out of all views; returns its new name, `<name>~<id>`."""
+        statement = text(
+            """
+            update orch_ledger.sweeps set name = name || '~' || id, archived_at = clock_timestamp()
+            where id = :sweep_id and archived_at is null
+            returning name
+            """
+        )
+        return str(self._one(statement, sweep_id=sweep_id)["name"])
+
+    def purge(self, sweep_id: int) -> None:
+        """Deletes the sweep with its trials, attempts and findings. MLflow's rows are not touched."""
+        self._one(text("delete from orch_ledger.sweeps where id = :sweep_id returning id"), sweep_id=sweep_id)
+        self._columns.pop(sweep_id, None)
+
+    # Trials
+
+    def add_trials(self, sweep_id: int, items: Sequence[tuple[Candidate, Mapping[str, Any], str]]) -> list[TrialRow]:
+        """Adds (candidate, resolved config by dotted name, config hash); returns the rows made, by number.
+
+        A hash the sweep has already is left as it is; the numbers of new trials go on after the last one.
+        """
+        values = [
+            {
+                "params": candidate.params,
+                "config": config,
+                "config_hash": digest,
+                "cell": candidate.cell,
+                "sample": candidate.sample,
+            }
+            for candidate, config, digest in items
+        ]
+        with self._engine.begin() as connection:
+            # Two extensions of one sweep would give the same numbers; the second waits here.
+            connection.execute(select(Sweep.id).where(Sweep.id == sweep_id).with_for_update())
+            rows = connection.execute(ADD_TRIALS, {"sweep_id": sweep_id, "items": canonical_json(values)})
+            made = rows.mappings().all()
+        return sorted(self._trial_rows(made), key=lambda trial: trial.number)
+
+    def trials(self, sweep_id: int) -> list[TrialRow]:
+        """All trials of a sweep, by number."""
+        with self._single.connect() as connection:
+            query = select(Trial.__table__).where(Trial.sweep_id == sweep_id).order_by(Trial.number)
+            rows = connection.execute(query).mappings().all()
+        return self._trial_rows(rows)
+
+    def counts(self, sweep_id: int) -> dict[TrialState, int]:
+        """How many trials are in each state; states without a trial count 0."""
+        statement = text("select state, count(*) from orch_ledger.trials where sweep_id = :sweep_id group by state")
+        with self._single.connect() as connection:
+            found = {state: count for state, count in connection.execute(statement, {"sweep_id": sweep_id})}
+        return {state: found.get(state.value, 0) for state in TrialState}
+
+    def claim(self, sweep_id: int) -> TrialRow | None:
+        """The waiting trial with the lowest number, now running; None when none waits. No trial is given out twice."""
+        return next(iter(self._trials_of(CLAIM, sweep_id=sweep_id)), None)
+
+    def set_run(self, trial_id: int, run_id: str) -> None:
+        """Remembers MLflow's run of a trial, before it trains."""
+        self._one(
+            text("update orch_ledger.trials set run_id = :run_id where id = :trial_id returning id"),
+            trial_id=trial_id,
+            run_id=run_id,
+        )
+
+    def begin_attempt(
+        self,
+        trial_id: int,
+        host: str,
+        *,
+        first_step: int = 0,
+        not_before: datetime | None = None,
+        pid: int | None = None,
+        git_commit: str = "",
+    ) -> AttemptRow:
+        """The next try at a trial. From `first_step` on it hides what earlier attempts measured.
+
+        `not_before`: when the last point of an earlier attempt was measured, for hosts whose clocks differ.
+        Raises NotFound when the trial is gone.
+        """
+        row = self._one(
+            BEGIN_ATTEMPT,
+            trial_id=trial_id,
+            host=host,
+            first_step=first_step,
+            not_before=not_before,
+            pid=pid,
+            git_commit=git_commit,
+        )
+        return AttemptRow(**{**row, "state": TrialState(row["state"])})
+
+    def finish(self, trial_id: int, attempt: int, outcome: Outcome, *, host: str = "", device: str = "") -> bool:
+        """Records how the attempt and with it the trial ended. False, and no change, when a later one replaced it."""
+        assert outcome.state.is_over
+        return self._changes(FINISH, **_outcome_values(trial_id, attempt, outcome), host=host, device=device)
+
+    def requeue(self, trial_id: int, attempt: int, outcome: Outcome) -> bool:
+        """Records how the attempt ended and lets the trial wait for another. False when a later one replaced it."""
+        assert outcome.state.is_over
+        values = _outcome_values(trial_id, attempt, outcome)
+        del values["objective"], values["diverged_at"]
+        return self._changes(REQUEUE, **values)
+
+    def release_unfinished(
+        self, sweep_id: int, *, also: Collection[TrialState] = (), numbers: Collection[int] = ()
+    ) -> list[TrialRow]:
+        """Lets killed, running and lost trials wait again, `also` those in other states or with these `numbers`.
+
+        Only for the sweep's holder: what runs belongs to a command that is gone. Returns the released trials.
+        """
+        states = [state.value for state in (*UNFINISHED, *also)]
+        return self._trials_of(RELEASE, sweep_id=sweep_id, states=states, numbers=list(numbers))
+
+    def mark_unfinished(self, sweep_id: int, state: TrialState = TrialState.KILLED, reason: str = "") -> list[TrialRow]:
+        """Gives waiting and running trials the state in which an interrupted sweep leaves them; returns them."""
+        return self._trials_of(MARK, sweep_id=sweep_id, state=state.value, reason=reason)
+
+    def attempts(self, trial_id: int) -> list[AttemptRow]:
+        """All tries at a trial, by number."""
+        statement = text(
+            f"select {ATTEMPT_COLUMNS} from orch_ledger.attempts where trial_id = :trial_id order by number"
+        )
+        with self._single.connect() as connection:
+            rows = connection.execute(statement, {"trial_id": trial_id}).mappings().all()
+        return [AttemptRow(**{**row, "state": TrialState(row["state"])}) for row in rows]
+
+    def add_findings(self, sweep_id: int, items: Sequence[tuple[int | None, int | None, Finding]]) -> int:
+        """Adds (trial id, attempt, finding); no trial for preflight. Returns how many were new: a replay adds none."""
+        if not items:
+            return 0
+        values = [
+            {
+                "sweep_id": sweep_id,
+                "trial_id": trial_id,
+                "attempt": attempt,
+                "check_name": finding.check_name,
+                "severity": finding.severity.value,
+                "step": finding.step,
+                "value": finding.value,
+                "threshold": finding.threshold,
+                "message": finding.message,
+                "advice": finding.advice,
+            }
+            for trial_id, attempt, finding in items
+        ]
+        query = upsert(FindingRow).values(values).on_conflict_do_nothing().returning(FindingRow.id)
+        with self._single.connect() as connection:
+            return len(connection.execute(query).all())
+
+    @contextmanager
+    def hold(self, sweep_id: int) -> Iterator[Hold]:
+        """Makes this command the sweep's only driver until the block ends or the process dies.
+
+        A session-level advisory lock on a connection of its own, which is not taken from the engine's pool.
+        Raises AlreadyExists naming the holder: process, host and since when.
+        """
+        pool = self._engine.pool.recreate()  # same settings and events, no shared connections
+        link = pool.connect()
+        try:
+            connection: Any = link.driver_connection
+            connection.autocommit = True
+            connection.execute("select set_config('application_name', %s, false)", (_driver_name(),))
+            self._take(connection, sweep_id)
+            yield Hold(connection)
+        finally:
+            link.invalidate()  # closes it, which frees the lock
+            pool.dispose()
+
+    # Plumbing
+
+    def _take(self, connection: Any, sweep_id: int) -> None:
+        key = sweep_id % 2**31
+        for _ in range(20):
+            if connection.execute("select pg_try_advisory_lock(%s::int, %s::int)", (LOCK_CLASS, key)).fetchone()[0]:
+                return
+            with self._single.connect() as other:
+                holder = other.execute(HOLDER, {"class": LOCK_CLASS, "object": key}).one_or_none()
+            if holder is not None:
+                who = (holder[0] or "another session").removeprefix("orch sweep ")
+                since = f" since {holder[1].astimezone():%Y-%m-%d %H:%M:%S %Z}" if holder[1] else ""
+                raise AlreadyExists(f"this sweep is being run by {who}{since}")
+            time.sleep(0.05)  # it was freed between the two questions
+        raise AlreadyExists("this sweep is being run by another command, which comes and goes; try again")
+
+    def _sweep_where(self, condition: Any) -> SweepRow | None:
+        with self._single.connect() as connection:
+            row = connection.execute(select(Sweep.__table__).where(condition)).mappings().one_or_none()
+        return None if row is None else _sweep_row(row)
+
+    def _one(self, statement: Any, **values: Any) -> RowMapping:
+        with self._single.connect() as connection:
+            row = connection.execute(statement, values).mappings().one_or_none()
+        if row is None:
+            raise NotFound("the sweep or trial is gone: it was removed while this command worked on it")
+        return row
+
+    def _changes(self, statement: Any, **values: Any) -> bool:
+        with self._single.connect() as connection:
+            return connection.execute(statement, values).first() is not None
+
+    def _trials_of(self, statement: Any, **values: Any) -> list[TrialRow]:
+        with self._single.connect() as connection:
+            rows = connection.execute(statement, values).mappings().all()
+        return self._trial_rows(rows)
+
+    def _trial_rows(self, rows: Sequence[RowMapping]) -> list[TrialRow]:
+        if not rows:
+            return []
+        types = self._columns_of(rows[0]["sweep_id"])
+        return [
+            TrialRow(
+                **{
+                    **row,
+                    "state": TrialState(row["state"]),
+                    "params": restore_floats(row["params"], types),
+                    "config": restore_floats(row["config"], types),
+                    "cell": restore_floats(row["cell"], types),
+                }
+            )
+            for row in rows
+        ]
+
+    def _columns_of(self, sweep_id: int) -> dict[str, str]:
+        if sweep_id not in self._columns:
+            with self._single.connect() as connection:
+                found = connection.scalar(select(Sweep.columns).where(Sweep.id == sweep_id))
+            self._columns[sweep_id] = {field: sql_type for field, sql_type in found or ()}
+        return self._columns[sweep_id]
+
+
+def restore_floats(values: Params, types: Mapping[str, str]) -> dict[str, Any]:
+    """Undoes what JSON does to a float field: 1e16 comes back as an integer, an infinity as a text."""
+
+    def restore(name: str, value: Any) -> Any:
+        if types.get(name) != "double precision" or isinstance(value, bool):
+            return value
+        return float(value) if isinstance(value, int) or value in NOT_NUMBERS else value
+
+    return {name: restore(name, value) for name, value in values.items()}
+
+
+def _sweep_row(row: RowMapping) -> SweepRow:
+    columns = {field: sql_type for field, sql_type in row["columns"]}
+    return SweepRow(**{**row, "columns": columns, "state": SweepState(row["state"])})
+
+
+def _outcome_values(trial_id: int, attempt: int, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "trial_id": trial_id,
+        "attempt": attempt,
+        "state": outcome.state.value,
+        "objective": outcome.objective,
+        "last_step": outcome.last_step,
+        "diverged_at": outcome.diverged_at,
+        "reason": outcome.reason,
+        "error": outcome.error,
+        "failure": outcome.failure.value,
+    }
+
+
+def _driver_name() -> str:
+    """`orch sweep <pid>@<host>`: what others see of a sweep's holder in pg_stat_activity."""
+    name = f"orch sweep {os.getpid()}@{socket.gethostname()}"
+    return name.encode()[:APPLICATION_NAME_BYTES].decode(errors="ignore")

@@ -1,0 +1,126 @@
+"""Answers a sweep's question: per cell mean, spread over seeds, diverged share and cost; per axis its effect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.errors import OrchError
+from orchestrator.reports.source import Query, SweepFacts, sweep_facts, trial_records
+from orchestrator.reports.statistics import finite, geometric_mean_ratio, mean_and_spread, wilson
+from orchestrator.reports.table import Table, short
+from orchestrator.trial import TrialState, canonical_json
+
+Record = Mapping[str, Any]
+
+
+def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metrics: Sequence[str] | None) -> Table:
+    """One row a cell. `by` defaults to the grid axes without seed, `metrics` to the sweep's own and its `show:` list.
+
+    Diverged trials count in n and in the diverged share, never in a mean.
+    """
+    facts = [sweep_facts(query, name) for name in sweeps]
+    wanted = list(dict.fromkeys(metrics or [name for one in facts for name in (one.metric, *one.show)]))
+    axes = list(dict.fromkeys(by or [axis for one in facts for axis in one.cell_axes]))
+    cells: dict[str, tuple[list[Any], list[Record]]] = {}
+    for one in facts:
+        for record in trial_records(query, one.name, wanted):
+            _check_axes(axes, record, one)
+            label = [one.name, *(record["params"].get(axis) for axis in axes)]
+            cells.setdefault(canonical_json(label), (label, []))[1].append(record)
+    head = ["sweep", *axes] if len(facts) > 1 else list(axes)
+    columns = [*head, "n", *(name for metric in wanted for name in (metric, "±")), "diverged", "95 %", "seconds"]
+    rows = [
+        [*(label if len(facts) > 1 else label[1:]), *_cell_row(records, wanted)] for label, records in cells.values()
+    ]
+    return Table(columns, rows, title=facts[0].description if len(facts) == 1 else "", notes=_notes(cells))
+
+
+def _check_axes(axes: Sequence[str], record: Record, facts: SweepFacts) -> None:
+    missing = [axis for axis in axes if axis not in record["params"]]
+    if missing:
+        known = ", ".join(facts.axes or record["params"])
+        raise OrchError(f"--by  {missing[0]!r} is not a parameter of sweep {facts.name}; swept: {known}")
+
+
+def _cell_row(records: Sequence[Record], metrics: Sequence[str]) -> list[Any]:
+    results = [record for record in records if TrialState(record["state"]).is_result]
+    diverged = sum(record["state"] == TrialState.DIVERGED for record in results)
+    sound = [record for record in results if record["state"] != TrialState.DIVERGED]
+    interval = wilson(diverged, len(results))
+    cost = finite(record["seconds"] for record in results)
+    row: list[Any] = [len(results)]
+    for metric in metrics:
+        row.extend(mean_and_spread(record["metrics"].get(metric) for record in sound))
+    row.append(f"{diverged}/{len(results)}")
+    row.append(f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else None)
+    row.append(sum(cost) / len(cost) if cost else None)
+    return row
+
+
+def _notes(cells: Mapping[str, tuple[list[Any], list[Record]]]) -> list[str]:
+    records = [record for _, members in cells.values() for record in members]
+    without = sum(not TrialState(record["state"]).is_result for record in records)
+    return (
+        [f"{without} of {len(records)} trials have no result yet or failed; they are not counted."] if without else []
+    )
+
+
+def effects(query: Query, sweep: str, metrics: Sequence[str] | None = None) -> Table:
+    """Per grid axis, each value against the axis' first one: the ratio of every metric over paired trials.
+
+    A pair agrees in all other parameters, the seed included; both trials must have a finite, positive value.
+    """
+    facts = sweep_facts(query, sweep)
+    wanted = list(dict.fromkeys(metrics or (facts.metric, *facts.show)))
+    records = trial_records(query, sweep, wanted)
+    rows = [
+        row
+        for axis in facts.cell_axes
+        for row in _axis_rows(axis, [one for one in records if axis in one["params"]], wanted)
+    ]
+    return Table(["axis", "change", "pairs", *wanted, "diverged"], rows, title="What each axis changes, all else equal")
+
+
+def _axis_rows(axis: str, records: Sequence[Record], metrics: Sequence[str]) -> list[list[Any]]:
+    values: dict[str, Any] = {canonical_json(one["params"][axis]): one["params"][axis] for one in records}
+    if len(values) < 2:
+        return []
+    base, *others = values
+    rows = []
+    for other in others:
+        pairs = _pairs(axis, records, base, other)
+        ratios = [_ratio(pairs, metric) for metric in metrics]
+        share = f"{_diverged(records, axis, base)} -> {_diverged(records, axis, other)}"
+        rows.append([axis, f"{short(values[base])} -> {short(values[other])}", len(pairs), *ratios, share])
+    return rows
+
+
+def _pairs(axis: str, records: Sequence[Record], base: str, other: str) -> list[tuple[Record, Record]]:
+    def rest(record: Record) -> str:
+        return canonical_json({name: value for name, value in record["params"].items() if name != axis})
+
+    def chosen(value: str) -> dict[str, Record]:
+        return {rest(one): one for one in records if canonical_json(one["params"][axis]) == value}
+
+    left, right = chosen(base), chosen(other)
+    sound = (TrialState.FINISHED, TrialState.STOPPED)
+    return [
+        (left[key], right[key])
+        for key in left
+        if key in right and left[key]["state"] in sound and right[key]["state"] in sound
+    ]
+
+
+def _ratio(pairs: Sequence[tuple[Record, Record]], metric: str) -> str | None:
+    values = [(left["metrics"].get(metric), right["metrics"].get(metric)) for left, right in pairs]
+    numbers = [(a, b) for a, b in values if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)]
+    ratio = geometric_mean_ratio(numbers)
+    return None if ratio is None else f"x {ratio:.3g}"
+
+
+def _diverged(records: Sequence[Record], axis: str, value: str) -> str:
+    members = [one for one in records if canonical_json(one["params"][axis]) == value]
+    results = [one for one in members if TrialState(one["state"]).is_result]
+    return f"{sum(one['state'] == TrialState.DIVERGED for one in results)}/{len(results)}"

@@ -1,0 +1,92 @@
+"""Reads a sweep from the views: what it asked, and one record a trial. Every query runs as the read-only role."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import NotFound
+
+Query = Callable[..., tuple[Sequence[str], Sequence[Sequence[Any]]]]  # (sql, parameters=()) -> columns, rows
+
+
+@dataclass(frozen=True)
+class SweepFacts:
+    """What the `sweeps` view says about one sweep."""
+
+    name: str
+    workload: str
+    description: str
+    metric: str
+    mode: str
+    state: str
+    axes: tuple[str, ...]  # all swept parameters, seed included, in the order of the file
+    cell_axes: tuple[str, ...]  # the grid axes without seed
+    show: tuple[str, ...]  # metrics shown beside the objective
+
+
+def quoted(identifier: str) -> str:
+    """An SQL identifier in double quotes."""
+    return '"' + identifier.replace('"', '""') + '"'
+
+
+def view_of(sweep: str) -> str:
+    return f"orch.{quoted('sweep_' + sweep)}"
+
+
+def sweep_facts(query: Query, name: str) -> SweepFacts:
+    """Raises NotFound with the nearest name."""
+    columns, rows = query(
+        "select sweep, workload, description, metric, mode, state, spec from orch.sweeps where sweep = %s", (name,)
+    )
+    if not rows:
+        raise _unknown(query, name)
+    row = dict(zip(columns, rows[0], strict=True))
+    spec: Mapping[str, Any] = row["spec"]
+    axes: Sequence[str] = spec["axes"]
+    return SweepFacts(
+        name=row["sweep"],
+        workload=row["workload"],
+        description=row["description"] or "",
+        metric=row["metric"],
+        mode=row["mode"],
+        state=row["state"],
+        axes=tuple(axes),
+        cell_axes=tuple(axis for axis in axes if "grid" in spec["params"][axis] and axis != "seed"),
+        show=tuple(spec["show"]),
+    )
+
+
+def sweep_names(query: Query) -> list[str]:
+    _, rows = query("select sweep from orch.sweeps order by started_at desc nulls last")
+    return [row[0] for row in rows]
+
+
+def trial_records(query: Query, sweep: str, metrics: Sequence[str]) -> list[dict[str, Any]]:
+    """One record a trial: number, state, params, seconds, and the last value of each of `metrics`."""
+    columns, rows = query(
+        """
+        select r.trial, r.run_id, r.state, r.params, r.seconds, r.diverged_at,
+               coalesce(jsonb_object_agg(f.key, f.last::text) filter (where f.key is not null), '{}') as metrics
+        from orch.runs r
+        left join orch.final_metrics f on f.run_id = r.run_id and f.sweep = r.sweep and f.key = any(%s)
+        where r.sweep = %s
+        group by r.trial, r.run_id, r.state, r.params, r.seconds, r.diverged_at
+        order by r.trial
+        """,
+        (list(metrics), sweep),
+    )
+    records = [dict(zip(columns, row, strict=True)) for row in rows]
+    for record in records:
+        record["metrics"] = {key: float(text) for key, text in record["metrics"].items() if text is not None}
+    return records
+
+
+def _unknown(query: Query, name: str) -> NotFound:
+    names = sweep_names(query)
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return NotFound(f"unknown sweep {name!r}; did you mean {near[0]}?")
+    return NotFound(f"unknown sweep {name!r}; " + (f"known: {', '.join(names[:10])}" if names else "there is none yet"))

@@ -1,0 +1,33 @@
+"""The sweep file: text to frozen values, with every mistake at its line. Imports nothing heavy."""
+
+from orchestrator.spec.document import read_sweep_file
+from orchestrator.spec.domains import SAMPLED, Choice, Domain, Grid, Int, Uniform
+from orchestrator.spec.faces import FieldFace, WorkloadFace, WorkloadOf
+from orchestrator.spec.parse import legal_name, parse_sweep
+from orchestrator.spec.resolved import from_json, spec_difference, to_json
+from orchestrator.spec.sweep_spec import SEED, Metric, Mode, Resources, Retries, Search, SweepSpec
+
+__all__ = [
+    "SAMPLED",
+    "SEED",
+    "Choice",
+    "Domain",
+    "FieldFace",
+    "Grid",
+    "Int",
+    "Metric",
+    "Mode",
+    "Resources",
+    "Retries",
+    "Search",
+    "SweepSpec",
+    "Uniform",
+    "WorkloadFace",
+    "WorkloadOf",
+    "from_json",
+    "legal_name",
+    "parse_sweep",
+    "read_sweep_file",
+    "spec_difference",
+    "to_json",
+]

@@ -1,0 +1,45 @@
+"""What the spec asks of a workload, without importing any: `orchestrator.workload.Description` has this shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+
+class FieldFace(Protocol):
+    """One field a sweep may set. `check` returns a value in its declared type or raises ValueError."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type_name(self) -> str: ...
+    @property
+    def default(self) -> Any: ...
+    @property
+    def required(self) -> bool: ...
+    @property
+    def check(self) -> Callable[[Any], Any]: ...
+    @property
+    def choices(self) -> tuple[Any, ...]: ...
+
+
+class WorkloadFace(Protocol):
+    """A workload as far as a sweep file is concerned."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names and patterns (`router/load/*`) of what it reports; for hints only."""
+
+    def fields(self) -> Mapping[str, FieldFace]:
+        """By dotted name."""
+
+    def declares(self, metric: str) -> bool: ...
+
+    def resolve(self, params: Mapping[str, Any]) -> object:
+        """Raises ValueError (pydantic's ValidationError is one) when the values do not fit together."""
+
+
+WorkloadOf = Callable[[str], WorkloadFace]
+"""Finds a workload by name; raises NotFound, whose message becomes a problem of the file."""

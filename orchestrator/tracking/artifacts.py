@@ -1,0 +1,46 @@
+"""Stores files with a run, below the run's artifact URI. Imports MLflow only where the store is not a local folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+def local_folder(artifact_uri: str) -> Path | None:
+    """The folder an artifact URI means on this host, or None for a remote store."""
+    parts = urlsplit(artifact_uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    return Path(artifact_uri) if parts.scheme == "" else None
+
+
+def store_file(artifact_uri: str, path: Path, name: str | None = None) -> None:
+    """Keeps a copy of `path` as the artifact `name` (default: its own name; may contain folders).
+
+    Raises ValueError for a name that would leave the run's folder, OSError when the store cannot be written.
+    """
+    name = name or path.name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"artifact name {name!r} must stay inside the run's folder")
+    folder = local_folder(artifact_uri)
+    if folder is not None:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.part")
+        shutil.copyfile(path, draft)
+        draft.replace(target)
+        return
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    parent = str(Path(name).parent)
+    repository = get_artifact_repository(artifact_uri)
+    if Path(name).name == path.name:
+        repository.log_artifact(str(path), None if parent == "." else parent)
+        return
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        renamed = Path(scratch) / Path(name).name
+        shutil.copyfile(path, renamed)
+        repository.log_artifact(str(renamed), None if parent == "." else parent)

@@ -1,0 +1,147 @@
+"""Writes the points of many runs into MLflow's tables in a few set-based statements. Never creates or ends a run.
+
+The rows are the ones MLflow 3.17's own `SqlAlchemyStore.log_batch` would leave behind: NaN is value 0 with a flag,
+infinity the largest double, and `latest_metrics` holds the greatest (step, timestamp, value) of a key.
+Writing the same points twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import psycopg
+
+from orchestrator.tracking.records import FindingRow, Points
+
+MAX_FLOAT = sys.float_info.max  # what MLflow stores for infinity
+
+
+class MetricRow(NamedTuple):
+    """A row of `public.metrics`, in the order of COPY's columns."""
+
+    run_id: str
+    key: str
+    value: float
+    timestamp_ms: int
+    step: int
+    is_nan: bool
+
+    @property
+    def recency(self) -> tuple[int, int, float]:
+        """MLflow's rule for the latest metric (`_update_latest_metrics_if_necessary`): the greater one wins."""
+        return self.step, self.timestamp_ms, self.value
+
+
+def rows_of(points: Iterable[Points]) -> list[MetricRow]:
+    """The rows MLflow stores for the points, as `SqlAlchemyStore.sanitize_metric_value` has it."""
+    return [
+        MetricRow(point.run_id, key, *_stored_value(value, point))
+        for point in points
+        for key, value in point.metrics.items()
+    ]
+
+
+def _stored_value(value: float, point: Points) -> tuple[float, int, int, bool]:
+    is_nan = math.isnan(value)
+    finite = 0.0 if is_nan else max(-MAX_FLOAT, min(MAX_FLOAT, float(value)))
+    return finite, point.timestamp_ms, point.step, is_nan
+
+
+def latest_of(rows: Iterable[MetricRow]) -> list[MetricRow]:
+    """The winning row of each (run, key), sorted by both: every writer then locks rows in the same order."""
+    latest: dict[tuple[str, str], MetricRow] = {}
+    for row in rows:
+        place = row.run_id, row.key
+        if place not in latest or row.recency > latest[place].recency:
+            latest[place] = row
+    return [latest[place] for place in sorted(latest)]
+
+
+def write_rows(connection: psycopg.Connection[Any], rows: Sequence[MetricRow]) -> frozenset[str]:
+    """Writes the rows in one transaction. Returns the ids of runs that MLflow does not have (any more) or has deleted.
+
+    Their rows are left out. Raises psycopg's DataError or IntegrityError, having written nothing, if a row cannot be
+    stored at all.
+    """
+    with connection.transaction(), connection.cursor() as cursor:
+        missing = _missing_runs(cursor, {row.run_id for row in rows})
+        accepted = [row for row in rows if row.run_id not in missing]
+        if accepted:
+            _insert_metrics(connection, cursor, sorted(set(accepted)))
+            cursor.execute(UPSERT_LATEST, _columns(latest_of(accepted)))
+    return missing
+
+
+def write_findings(connection: psycopg.Connection[Any], rows: Sequence[FindingRow]) -> None:
+    """Writes the findings in one transaction; those already there stay as they are. Raises as `write_rows` does."""
+    with connection.transaction(), connection.cursor() as cursor:
+        cursor.executemany(INSERT_FINDING, [_finding_values(row) for row in rows])
+
+
+COPY_METRICS = "copy public.metrics (run_uuid, key, value, timestamp, step, is_nan) from stdin"
+
+UNNEST = "select * from unnest(%s::text[], %s::text[], %s::float8[], %s::int8[], %s::int8[], %s::bool[])"
+
+INSERT_METRICS = f"""
+insert into public.metrics (run_uuid, key, value, timestamp, step, is_nan) {UNNEST}
+on conflict do nothing
+"""
+
+UPSERT_LATEST = f"""
+insert into public.latest_metrics as old (run_uuid, key, value, timestamp, step, is_nan) {UNNEST}
+on conflict (key, run_uuid) do update
+set value = excluded.value, timestamp = excluded.timestamp, step = excluded.step, is_nan = excluded.is_nan
+where (excluded.step, excluded.timestamp, excluded.value) > (old.step, old.timestamp, old.value)
+"""
+
+# The lock keeps a run from being deleted between this look and the insert; it does not hinder updates of the run.
+ACTIVE_RUNS = """
+select run_uuid from public.runs
+where run_uuid = any(%s) and lifecycle_stage = 'active'
+order by run_uuid
+for key share
+"""
+
+INSERT_FINDING = """
+insert into orch_ledger.findings
+    (sweep_id, trial_id, attempt, check_name, severity, step, value, threshold, message, advice)
+values (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)
+on conflict do nothing
+"""
+
+
+def _missing_runs(cursor: psycopg.Cursor[Any], run_ids: set[str]) -> frozenset[str]:
+    cursor.execute(ACTIVE_RUNS, [sorted(run_ids)])
+    return frozenset(run_ids.difference(run_id for (run_id,) in cursor))
+
+
+def _insert_metrics(
+    connection: psycopg.Connection[Any], cursor: psycopg.Cursor[Any], rows: Sequence[MetricRow]
+) -> None:
+    """COPY straight into the table is fastest, but knows no `on conflict`; only a replay needs the slower insert."""
+    try:
+        with connection.transaction(), cursor.copy(COPY_METRICS) as copy:
+            for row in rows:
+                copy.write_row(row)
+    except psycopg.errors.UniqueViolation:
+        cursor.execute(INSERT_METRICS, _columns(rows))
+
+
+def _columns(rows: Sequence[MetricRow]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _finding_values(row: FindingRow) -> tuple[Any, ...]:
+    finding = row.finding
+    return (
+        *(row.sweep_id, row.trial_id, row.attempt, finding.check_name, finding.severity.value),
+        *(finding.step, finding.value, finding.threshold, _text(finding.message), _text(finding.advice)),
+    )
+
+
+def _text(words: str) -> str:
+    """Postgres' text holds any Unicode but NUL and lone surrogates, which a quoted exception may well contain."""
+    return words.encode("utf-8", "replace").decode("utf-8").replace("\0", "\N{REPLACEMENT CHARACTER}")

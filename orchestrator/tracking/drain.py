@@ -1,0 +1,148 @@
+"""Carries batches of records to Postgres on one connection: keeps good rows moving whatever the bad ones are.
+
+Three fates: written; set aside in a journal of its own, because MLflow does not have the run (another recorder tries
+again later); rejected into `rejected.jsonl`, because Postgres will never take the row. Decides nothing about when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psycopg
+
+from orchestrator.errors import DatabaseUnavailable
+from orchestrator.tracking.bulk import MetricRow, rows_of, write_findings, write_rows
+from orchestrator.tracking.journal import Journal
+from orchestrator.tracking.records import FindingRow, Points, Record, to_json
+
+RETRY_AFTER_S = (0.1, 2.0)  # the first and the longest pause before the database is tried again
+STATEMENT_TIMEOUT_S = 60
+KEEP_INHERITED_DAYS = 30  # how long points of unknown runs are handed on from recorder to recorder
+
+# What a later try may mend: a lost connection, a restart, a standby, a missing privilege, a deadlock, a full disk.
+Unavailable = (psycopg.Error, DatabaseUnavailable, OSError)
+# What no later try mends: the rows themselves.
+Unstorable = (psycopg.DataError, psycopg.IntegrityError, UnicodeError)
+
+Row = TypeVar("Row")
+
+
+def connect_by_url(url: str) -> psycopg.Connection[Any]:
+    """A connection that notices within half a minute when the other side has vanished."""
+    return psycopg.connect(
+        url.replace("postgresql+psycopg://", "postgresql://", 1),
+        autocommit=True,
+        connect_timeout=10,
+        application_name="orch recorder",
+        keepalives_idle=10,
+        keepalives_interval=5,
+        keepalives_count=4,
+        tcp_user_timeout=30_000,
+    )
+
+
+class Drain:
+    """The database's side of a recorder. Used by one thread; the counters may be read by any."""
+
+    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], journal_dir: Path) -> None:
+        self.error = ""  # why the database could not be reached at the last try
+        self.num_rejected = 0
+        self.unknown_runs: set[str] = set()  # of our own records, not of inherited ones
+        self.set_aside: dict[bool, Journal] = {}  # by whether the records are inherited
+        self._connect = connect
+        self._journal_dir = journal_dir
+        self._connection: psycopg.Connection[Any] | None = None
+        self._pause_s = RETRY_AFTER_S[0]
+
+    def store(self, records: Sequence[Record], inherited: bool = False) -> None:
+        """Gives every record one of its three fates. Raises one of `Unavailable`; then all of them must come again."""
+        connection = self._connected()
+        points = [record for record in records if isinstance(record, Points)]
+        findings = [record for record in records if isinstance(record, FindingRow)]
+        unknown = self._store_points(connection, points)
+        if findings:
+            self._reject(_bisected(lambda rows: write_findings(connection, rows), findings))
+        if unknown:
+            self._put_aside([point for point in points if point.run_id in unknown], inherited)
+        self.error = ""
+        self._pause_s = RETRY_AFTER_S[0]
+
+    def failed(self, error: Exception) -> float:
+        """Notes why `store` failed and returns how many seconds to wait before the next try."""
+        self.error = str(error).strip() or type(error).__name__
+        self.close()
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, RETRY_AFTER_S[1])
+        return pause_s
+
+    def cancel(self) -> None:
+        """Ends a statement that is still running; may be called from another thread."""
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error):  # the connection may end in this very moment
+                connection.cancel_safe(timeout=1.0)
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _connected(self) -> psycopg.Connection[Any]:
+        if self._connection is None or self._connection.closed:
+            connection = self._connect()
+            connection.rollback()  # whoever made it may have left a transaction open
+            connection.autocommit = True
+            connection.execute(f"set statement_timeout = '{STATEMENT_TIMEOUT_S}s'")
+            self._connection = connection
+        return self._connection
+
+    def _store_points(self, connection: psycopg.Connection[Any], points: Sequence[Points]) -> set[str]:
+        """Returns the runs that MLflow does not have."""
+        unknown: set[str] = set()
+
+        def write(rows: Sequence[MetricRow]) -> None:
+            unknown.update(write_rows(connection, rows))
+
+        if points:
+            self._reject(_bisected(write, rows_of(points)))
+        return unknown
+
+    def _put_aside(self, points: Sequence[Points], inherited: bool) -> None:
+        if inherited:
+            oldest_ms = (time.time() - KEEP_INHERITED_DAYS * 86_400) * 1000
+            points = [point for point in points if point.timestamp_ms >= oldest_ms]
+        else:
+            self.unknown_runs.update(point.run_id for point in points)
+        if points and inherited not in self.set_aside:
+            self.set_aside[inherited] = Journal.create(self._journal_dir)
+        if points:
+            self.set_aside[inherited].append([to_json(point) for point in points])
+
+    def _reject(self, rejected: Sequence[tuple[Any, Exception]]) -> None:
+        if not rejected:
+            return
+        lines = [json.dumps({"row": _plain(row), "why": str(error).split("\n")[0]}) for row, error in rejected]
+        with open(self._journal_dir / "rejected.jsonl", "a") as file:
+            file.write("\n".join(lines) + "\n")
+        self.num_rejected += len(rejected)
+
+
+def _bisected(write: Callable[[Sequence[Row]], None], rows: Sequence[Row]) -> list[tuple[Row, Exception]]:
+    """Writes as many rows as can be stored; returns the others with the reason. Halves a batch that is refused."""
+    try:
+        write(rows)
+    except Unstorable as error:
+        if len(rows) == 1:
+            return [(rows[0], error)]
+        middle = len(rows) // 2
+        return _bisected(write, rows[:middle]) + _bisected(write, rows[middle:])
+    return []
+
+
+def _plain(row: MetricRow | FindingRow) -> Iterable[Any]:
+    return to_json(row) if isinstance(row, FindingRow) else list(row)

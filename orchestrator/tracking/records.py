@@ -1,0 +1,109 @@
+"""What a recorder carries: points and findings, checked once where they enter. Plain values without storage."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from orchestrator.trial import Finding, Severity
+
+MAX_KEY_LENGTH = 250  # characters; the width of MLflow's column
+
+
+class MetricError(ValueError):
+    """A reported value is not a real number, or its name or step is of the wrong type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """What a run measured at one step. `timestamp_ms` is fixed when it is measured, so that a replay is recognised."""
+
+    run_id: str
+    trial_id: int
+    attempt: int
+    step: int
+    timestamp_ms: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class FindingRow:
+    """A finding and whose it is. Without a trial it belongs to the sweep's preflight."""
+
+    sweep_id: int
+    trial_id: int | None
+    attempt: int | None
+    finding: Finding
+
+
+Record = Points | FindingRow
+
+
+def checked(points: Points) -> Points:
+    """A copy with legal names and true floats. Raises MetricError naming the metric that is not a number."""
+    try:
+        step = operator.index(points.step)
+    except TypeError as error:
+        raise MetricError(f"step {points.step!r} is not a whole number") from error
+    metrics = {legal_key(name): real_number(name, value) for name, value in points.metrics.items()}
+    return replace(points, step=step, timestamp_ms=int(points.timestamp_ms), metrics=metrics)
+
+
+def real_number(name: str, value: Any) -> float:
+    """`value` as a float; numpy and torch scalars count. Raises MetricError, naming the metric, for anything else."""
+    if type(value) is float:
+        return value
+    if isinstance(value, str | bytes | bytearray) or value is None:
+        raise MetricError(f"metric {name!r} is {value!r:.100}, not a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise MetricError(f"metric {name!r} is not a number: {error}") from error
+
+
+@lru_cache(maxsize=100_000)
+def legal_key(name: str) -> str:
+    """The name under which MLflow keeps the metric: `name` itself if it may be one, else a legal name like it.
+
+    MLflow 3.17 allows letters, digits and `_ - . : /` and space in names that read the same as a path, up to 250
+    characters. A changed name ends in four digits of a hash, so that `load[0]` and `load(0)` stay two series.
+    Source: mlflow/utils/validation.py, `_validate_metric_name`.
+    """
+    if not isinstance(name, str):
+        raise MetricError(f"metric name {name!r} is not text")
+    parts = (re.sub(r"[^\w.\- :]", "_", part) for part in name.split("/"))
+    legal = "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
+    legal = f"_{legal}" if legal.startswith("..") else legal
+    if legal == name and len(name) <= MAX_KEY_LENGTH:
+        return name
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:4]
+    return f"{legal[: MAX_KEY_LENGTH - 5]}-{digest}"
+
+
+def num_points(records: Iterable[Record]) -> int:
+    """How many rows the records become."""
+    return sum(len(record.metrics) if isinstance(record, Points) else 1 for record in records)
+
+
+def to_json(record: Record) -> list[Any]:
+    """What a journal keeps of a record; `from_json` reads it back."""
+    if isinstance(record, Points):
+        fields = (record.run_id, record.trial_id, record.attempt, record.step, record.timestamp_ms)
+        return ["points", *fields, dict(record.metrics)]
+    finding = record.finding
+    owner = (record.sweep_id, record.trial_id, record.attempt)
+    told = (finding.check_name, finding.severity.value, finding.message, finding.advice)
+    return ["finding", *owner, *told, finding.step, finding.value, finding.threshold]
+
+
+def from_json(fields: list[Any]) -> Record:
+    kind, *rest = fields
+    if kind == "points":
+        return Points(*rest)
+    sweep_id, trial_id, attempt, check_name, severity, *told = rest
+    return FindingRow(sweep_id, trial_id, attempt, Finding(check_name, Severity(severity), *told))

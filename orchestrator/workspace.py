@@ -1,0 +1,121 @@
+"""Opens what a command needs: the home folder, the database with its schema, the read-only role. Runs no sweep."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+
+from orchestrator import __version__
+from orchestrator.database import reader, schema, view_catalog
+from orchestrator.database.connection import Database, open_database
+from orchestrator import ledger
+from orchestrator.reports.source import Query
+from orchestrator.settings import Home, Settings
+from orchestrator.tracking import mlflow_schema
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """One home folder and one database that is ready to use."""
+
+    settings: Settings
+    home: Home
+    database: Database
+
+    @property
+    def is_embedded(self) -> bool:
+        return self.settings.database_url is None
+
+    @cached_property
+    def query(self) -> Query:
+        """Runs one read-only statement as the reading role."""
+        return functools.partial(reader.run_query, self.reader_database)
+
+    @cached_property
+    def reader_database(self) -> Database:
+        """How to log in as the role that can read schema `orch` and nothing else."""
+        if self.settings.reader_url is not None:
+            return Database.from_url(self.settings.reader_url.get_secret_value())
+        secret = dict(self.database.parameters).get("password") or self.home.secret("reader")
+        with self.database.connect("orch") as connection:
+            return reader.reader_database(self.database, reader.ensure_reader(connection, secret))
+
+
+def find_home(home: Path | None) -> tuple[Settings, Home]:
+    settings = Settings() if home is None else Settings(home=home)
+    return settings, Home.find(settings)
+
+
+def open_workspace(home_path: Path | None, *, allow_nonempty: bool = False) -> Workspace:
+    """Starts the embedded server if need be and brings the schema up to date. Raises DatabaseUnavailable."""
+    settings, home = find_home(home_path)
+    if settings.mlflow_tracking_uri:
+        print("note: MLFLOW_TRACKING_URI is set; orch does not use it, it writes to its own database", file=sys.stderr)
+    database = open_database(settings, home)
+    schema.prepare(
+        database,
+        fingerprint(),
+        [_create_mlflow_tables, _upgrade_ledger, _apply_views],
+        expected_revision=mlflow_schema.expected_revision,
+        allow_nonempty=allow_nonempty,
+    )
+    return Workspace(settings, home, database)
+
+
+def _create_mlflow_tables(database: Database) -> None:
+    mlflow_schema.create(database.url)
+
+
+def _upgrade_ledger(database: Database) -> None:
+    with database.engine("orch schema").connect() as connection:
+        ledger.upgrade(connection)
+
+
+def _apply_views(database: Database) -> None:
+    with database.connect("orch schema") as connection:
+        view_catalog.apply(connection)
+
+
+def fingerprint() -> str:
+    """Names the schema this program makes; a database that carries it needs no further look."""
+    parts: Sequence[str] = (__version__, version("mlflow"), ledger.HEAD, view_catalog.files_digest())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def quiet_mlflow() -> None:
+    """No telemetry unless the user asked for it. Must run before mlflow is imported."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def open_for_reading(home: Path | None) -> Query:
+    """What a reading command needs: one function that runs a read-only statement."""
+    return open_workspace(home).query
+
+
+def start_services(home: Path | None) -> list[str]:
+    """Starts the database and returns what to say about it."""
+    workspace = open_workspace(home)
+    kind = "embedded PostgreSQL" if workspace.is_embedded else "given PostgreSQL"
+    password_file = workspace.home.secret_file("postgres") if workspace.is_embedded else None
+    return [
+        f"{kind} is up: {workspace.database}",
+        f"psql:   {workspace.database.psql_line(password_file=password_file)}",
+        "views:  orch sql    MLflow and dashboards:  orch ui",
+    ]
+
+
+def stop_services(home: Path | None) -> list[str]:
+    """Stops the embedded server; a given one is not ours to stop."""
+    from orchestrator.database import embedded
+
+    settings, found = find_home(home)
+    if settings.database_url is not None:
+        return ["ORCH_DATABASE_URL is set: that server is not ours to stop"]
+    return ["the embedded PostgreSQL is stopped" if embedded.stop(found) else "the embedded PostgreSQL was not running"]

@@ -1,0 +1,94 @@
+"""Small workloads for tests and benchmarks: no torch, every oddity on demand."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, Field
+
+from orchestrator.trial import Finding, Report, Severity
+from orchestrator.workload import Context, WorkloadConfig, fusible
+
+
+class Trivial:
+    """Reports five numbers a step and does nothing else."""
+
+    class Config(WorkloadConfig):
+        x: float = fusible(0.0)
+        k: int = 1
+        steps: int = 10
+        seed: int = 0
+        sleep_s: float = 0.0
+
+    metrics = ("train/loss", "val/loss", "a", "b", "c")
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        for step in range(1, config.steps + 1):
+            time.sleep(config.sleep_s)
+            loss = (config.x - 1) ** 2 + 1 / step + config.k / 100
+            if context.should_report(step) or step == config.steps:
+                yield Report(step, {"train/loss": loss, "val/loss": loss, "a": step, "b": -step, "c": math.sin(step)})
+            if context.stopping:
+                return
+
+
+class Nested(BaseModel):
+    lr: float = 0.1
+    wd: float = 0.01
+
+
+class Odd:
+    """Does the odd thing that `do` names at step 2."""
+
+    class Config(WorkloadConfig):
+        do: str = "nothing"
+        steps: int = 4
+        seed: int = 0
+        note: str = ""
+        file: str = ""
+        hidden: list[int] = Field(default_factory=lambda: [1])
+        opt: Nested = Nested()
+        x: float = fusible(1.0)
+
+    metrics = ("train/loss", "val/loss", "load/*")
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        for step in range(1, config.steps + 1):
+            metrics = {"train/loss": 1 / step, "val/loss": config.x / step}
+            if step == 2:
+                metrics = self._odd(config, context, metrics)
+            if config.do == "silent":
+                metrics = {"train/loss": 1 / step, "other": 1.0}
+            yield Report(step, metrics)
+            if context.stopping:
+                return
+
+    def _odd(self, config: Config, context: Context, metrics: dict[str, float]) -> dict[str, float]:
+        if config.do == "raise":
+            raise RuntimeError("a planted failure")
+        if config.do == "need_file" and not Path(config.file).exists():
+            raise FileNotFoundError(config.file)
+        if config.do in ("nan", "inf"):
+            return {**metrics, "val/loss": float(config.do)}
+        if config.do == "none":
+            return {**metrics, "val/loss": None}  # type: ignore[dict-item]
+        if config.do == "odd_names":
+            return {**metrics, "load[e0]": 1.0, "time(s)": 2.0, "acc@1": 3.0, "a//b": 4.0, "/x": 5.0}
+        if config.do == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if config.do == "hang":
+            time.sleep(3600)
+        if config.do == "artifact":
+            path = Path(f"/tmp/orch-lab-{os.getpid()}.bin")
+            path.write_bytes(b"weights")
+            context.artifact(path, "checkpoints/last.bin")
+            path.unlink()
+            return {**metrics, "val/loss": math.nan}
+        if config.do == "finding":
+            context.finding(Finding("planted", Severity.ERROR, "seen", "do something", step=2, value=math.nan))
+        return metrics

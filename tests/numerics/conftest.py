@@ -1,0 +1,84 @@
+"""What the numerics tests share: a context without an orchestrator, and training a config to its end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.trial import Finding, Report
+from workloads.moe_router.config import Config
+from workloads.moe_router.train import MoeRouter
+
+
+@dataclass
+class LonelyContext:
+    """A trial that runs by itself. `stop_after` is the number of updates after which the signal comes."""
+
+    trial_seed: int = 0
+    log_every: int = 10**9
+    device: str = "cpu"
+    stop_after: int | None = None
+    trial: int = 0
+    attempt: int = 1
+    findings: list[Finding] = field(default_factory=list)
+    asked: int = 0
+
+    @property
+    def stopping(self) -> bool:
+        self.asked += 1
+        return self.stop_after is not None and self.asked > self.stop_after
+
+    def should_report(self, step: int) -> bool:
+        return step % self.log_every == 0
+
+    def seed(self, stream: str) -> int:
+        digest = hashlib.sha256(f"{self.trial_seed}/{stream}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def finding(self, finding: Finding) -> None:
+        self.findings.append(finding)
+
+    def artifact(self, path: Path, name: str | None = None) -> None:
+        raise AssertionError("moe_router stores no artifact")
+
+
+def run(config: Config, context: LonelyContext) -> list[Report]:
+    return list(MoeRouter().run(config, context))
+
+
+@lru_cache(maxsize=64)
+def final_metrics(settings: frozenset[tuple[str, Any]]) -> dict[str, float]:
+    config = Config(**dict(settings))
+    return dict(run(config, LonelyContext(config.seed))[-1].metrics)
+
+
+@pytest.fixture
+def train() -> Callable[..., dict[str, float]]:
+    """Trains a config to its end and returns the last report's metrics; equal configs are trained once."""
+    return lambda **settings: final_metrics(frozenset(settings.items()))
+
+
+@pytest.fixture
+def lonely() -> type[LonelyContext]:
+    return LonelyContext
+
+
+@pytest.fixture
+def reports() -> Callable[[Config, LonelyContext], list[Report]]:
+    return run
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: a second thread costs more than it brings. Restored, because the setting is the process's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,590 @@
+"""Sweep files: what they mean, and that every mistake is told at its line before anything starts."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field, model_validator
+
+from orchestrator.errors import NotFound, SpecError
+from orchestrator.spec import (
+    Choice,
+    Grid,
+    Int,
+    SweepSpec,
+    Uniform,
+    from_json,
+    legal_name,
+    parse_sweep,
+    spec_difference,
+    to_json,
+)
+from orchestrator.workload import Description, FieldConflict, WorkloadConfig
+
+HEAD = "workload: toy\nmetric: val/mse\n"
+
+
+class Opt(WorkloadConfig):
+    lr: float = 0.1
+    wd: float = 0.01
+
+
+class Config(WorkloadConfig):
+    steps: int = Field(800, ge=1)
+    c_z: float = Field(0.0, ge=0)
+    k: int = Field(1, ge=1)
+    num_experts: int = 8
+    precision: Literal["fp32", "bf16"] = "fp32"
+    lr: float = Field(1e-3, gt=0)
+    clip_norm: float | None = None
+    checkpointing: bool = False
+    accumulation_steps: int = Field(1, ge=1)
+    lr_sched: str = "cosine"
+    note: str = ""
+    hidden: list[int] = Field([300])
+    extra: dict[str, float] = Field({})
+    opt: Opt = Opt()
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _routing(self) -> Config:
+        if self.k > self.num_experts:
+            raise FieldConflict("k", f"k={self.k} experts per token, but num_experts={self.num_experts}")
+        return self
+
+
+class Bare(BaseModel):
+    """A user's own config: no seed, infinities allowed, one required field."""
+
+    width: int
+    scale: float = 1.0
+
+
+def description(name: str, config: type[BaseModel]) -> Description:
+    def load() -> Any:
+        raise AssertionError("parsing must not load the implementation")
+
+    return Description(name, "", config, ("train/loss", "val/mse", "router/load/*"), load, "tests")
+
+
+def workload_of(name: str) -> Description:
+    known = {"toy": Config, "bare": Bare}
+    if name not in known:
+        raise NotFound(f"unknown workload {name!r}; did you mean toy?")
+    return description(name, known[name])
+
+
+def parse(text: str, *overrides: str, name: str | None = None, file: str = "t.yaml") -> SweepSpec:
+    return parse_sweep(text, file, workload_of, overrides, name)
+
+
+def complaints(text: str, *overrides: str, name: str | None = None, file: str = "t.yaml") -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        parse(text, *overrides, name=name, file=file)
+    return str(caught.value).splitlines()
+
+
+def only(text: str, *overrides: str) -> str:
+    """The one complaint there is."""
+    lines = complaints(text, *overrides)
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def param(line: str) -> str:
+    return f"{HEAD}params:\n  {line}\n"
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_bare_exponents_are_floats_and_one_value_in_two_spellings_is_reported_as_one():
+    spec = parse(param("lr: {grid: [1e-3, 1.0e-3]}"))
+    assert spec.axes["lr"] == Grid((0.001,))
+    assert spec.notes == ("params.lr: 0.001 is listed more than once in grid; it counts once",)
+    assert parse(param("lr: {loguniform: [1e-5, 1e-2]}") + "search: {algorithm: random, samples: 1}").axes["lr"] == (
+        Uniform(1e-5, 1e-2, log=True)
+    )
+
+
+def test_an_integer_for_a_float_field_becomes_a_float():
+    values = parse(param("c_z: {grid: [0, 1e-4, 1]}")).axes["c_z"].values
+    assert [type(value) for value in values] == [float] * 3
+
+
+def test_off_stays_text_in_a_text_field_and_is_refused_for_a_bool_field():
+    assert parse(param("lr_sched: {grid: [cosine, off, linear]}")).axes["lr_sched"] == Grid(("cosine", "off", "linear"))
+    assert only(param("checkpointing: on")).endswith("write true or false")
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("clip_norm: {grid: [None, 1.0]}", "did you mean null?"),
+        ("steps: 1e3", "write 1000"),
+        ("steps: 1_000", "write 1000 without quotes"),
+        ("lr: '1e-3'", "write 0.001 without quotes"),
+        ("k: [1, 2]", "{grid: [1, 2]}"),
+        ("note: 3", "put it in quotes"),
+        ("precision: bf61", "did you mean bf16?"),
+        ("steps:", "null is not allowed"),
+        ("lr: .nan", "NaN"),
+        ("hidden: [1, .nan]", "NaN"),
+        ("lr: .inf", "finite"),
+        ("opt: 3", "holds the fields opt.lr, opt.wd"),
+        ("k: {}", "is no domain"),
+    ],
+)
+def test_a_wrong_value_says_what_would_be_right(line, hint):
+    message = only(param(line))
+    assert message.startswith("t.yaml:4  params.")
+    assert hint in message
+
+
+def test_each_wrong_value_of_a_list_is_told():
+    lines = complaints(param("accumulation_steps: {grid: [0, -1, 2.5, 1]}"))
+    assert [line.split("  ")[2].split(":")[0] for line in lines] == ["0", "-1", "2.5"]
+
+
+def test_infinity_is_allowed_where_the_field_allows_it():
+    spec = parse("workload: bare\nmetric: val/mse\nparams: {width: 3, scale: {grid: [1, .inf, -.inf]}}\n")
+    assert spec.axes["scale"] == Grid((1.0, math.inf, -math.inf))
+
+
+def test_lists_keep_their_type_in_grids_and_choices():
+    assert parse(param("hidden: {grid: [[300], [200, 100]]}")).axes["hidden"] == Grid(([300], [200, 100]))
+    chosen = parse(param("hidden: {choice: [[300], [200, 100]]}") + "search: {algorithm: random, samples: 1}")
+    assert chosen.axes["hidden"] == Choice(([300], [200, 100]))
+
+
+def test_a_mapping_field_takes_a_mapping():
+    assert parse(param("extra: {a: 1}")).fixed["extra"] == {"a": 1.0}
+
+
+def test_a_required_field_that_is_missing_is_named():
+    assert only("workload: bare\nmetric: val/mse\nparams: {scale: 2}\n") == (
+        "t.yaml:3  params.width  is required (int) and has no default"
+    )
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_misspelt_keys_name_the_nearest_at_every_level():
+    lines = complaints(
+        HEAD
+        + "params: {acumulation_steps: 4}\nserach: {algorithm: random}\nresources: {cpus: 2}\nstop: {divergd: true}\n"
+    )
+    text = "\n".join(lines)
+    assert "unknown key params.acumulation_steps, did you mean accumulation_steps?" in text
+    assert "unknown key serach, did you mean search?" in text
+    assert "unknown key resources.cpus, did you mean cpu?" in text
+    assert "unknown key stop.divergd, did you mean diverged?" in text
+
+
+def test_an_axis_the_workload_never_reads_is_refused():
+    assert "toy does not use dropout" in only(param("dropout: {grid: [0.0, 0.9]}"))
+
+
+def test_three_mistyped_domain_words_are_three_problems_with_the_allowed_words():
+    for names in ("abc", ("lr", "c_z", "k")):
+        a, b, c = names
+        lines = complaints(HEAD + f'params: {{{a}: {{"choice:": [1]}}, {b}: {{choise: [1]}}, {c}: {{values: [1]}}}}\n')
+        for name in names:
+            assert any(
+                f"params.{name} " in line and "grid, choice, uniform, loguniform, int, logint" in line for line in lines
+            )
+
+
+def test_nesting_and_dots_are_one_and_overriding_one_keeps_the_sibling():
+    nested, dotted = parse(param("opt: {lr: {grid: [0.2]}}")), parse(param("opt.lr: {grid: [0.2]}"))
+    assert nested.axes == dotted.axes == {"opt.lr": Grid((0.2,))}
+    assert workload_of("toy").resolve({"opt.lr": 0.2}).opt == Opt(lr=0.2, wd=0.01)
+
+
+def test_one_field_in_two_spellings_is_given_twice():
+    assert "given twice: t.yaml:4 and t.yaml:5" in only(HEAD + "params:\n  opt.lr: 1\n  opt: {lr: 2}\n")
+
+
+def test_unknown_workloads_and_undeclared_objectives_carry_a_hint():
+    assert only("workload: tyo\nmetric: val/mse\n") == "t.yaml:1  workload  unknown workload 'tyo'; did you mean toy?"
+    assert (
+        only("workload: toy\nmetric: val/mes\n")
+        == "t.yaml:2  metric  toy does not report val/mes; did you mean val/mse?"
+    )
+    assert "it reports train/loss" in only("workload: toy\nmetric: {name: zzz}\n")
+    assert parse("workload: toy\nmetric: {name: router/load/3, mode: max}\n").metric.mode == "max"
+
+
+def test_an_illegal_metric_name_is_refused():
+    for name in ("acc@1", "load[e0]", "a//b", "/x", "time(s)", "a" * 251):
+        assert "t.yaml:2  metric.name" in only(f'workload: toy\nmetric: {{name: "{name}"}}\n'), name
+
+
+def test_a_field_name_the_database_would_cut_is_refused():
+    long = type("Long", (BaseModel,), {"__annotations__": {"x" * 64: int}, "x" * 64: 1})
+    with pytest.raises(SpecError, match="over 63 bytes"):
+        parse_sweep(HEAD, "t.yaml", lambda name: description(name, long))
+
+
+def test_the_name_comes_from_the_option_then_the_file_then_its_stem():
+    assert parse(HEAD, file="a/My-Sweep 2.yaml").name == "my_sweep_2"
+    assert parse(HEAD, file="7b.yaml").name == "s_7b"
+    assert parse("name: x1\n" + HEAD).name == "x1"
+    assert parse("name: x1\n" + HEAD, name="y").name == "y"
+    assert legal_name("ÄB.c") == "s_b_c"
+
+
+@pytest.mark.parametrize("name", ["A-b", "", "1x", "x" * 41, "x;drop"])
+def test_an_illegal_explicit_name_is_refused_with_a_legal_one(name):
+    lines = complaints(HEAD, name=name)
+    assert lines[0].startswith("--name  name")
+    assert "; write " in lines[0]
+
+
+def test_a_stem_that_is_too_long_is_refused():
+    assert "40 characters" in complaints(HEAD, file="x" * 41 + ".yaml")[0]
+
+
+# --- domains --------------------------------------------------------------------------------------------------------
+
+RANDOM = "search: {algorithm: random, samples: 2}\n"
+
+
+def test_all_domains_are_read():
+    spec = parse(
+        HEAD
+        + """params:
+  lr: {loguniform: [1e-3, 1e-2]}
+  c_z: {choice: [0, {loguniform: [1e-4, 1e-1]}]}
+  k: {int: [1, 4]}
+  steps: {logint: [8, 64], step: 8}
+  opt.wd: {uniform: [0, 1], step: 0.1}
+  precision: {choice: [fp32, bf16]}
+"""
+        + RANDOM
+    )
+    assert dict(spec.axes) == {
+        "lr": Uniform(1e-3, 1e-2, log=True),
+        "c_z": Choice((0.0, Uniform(1e-4, 1e-1, log=True))),
+        "k": Int(1, 4),
+        "steps": Int(8, 64, log=True, step=8),
+        "opt.wd": Uniform(0.0, 1.0, step=0.1),
+        "precision": Choice(("fp32", "bf16")),
+    }
+    assert list(spec.axes)[:2] == ["lr", "c_z"]
+
+
+def test_a_zero_in_a_log_range_shows_the_form_to_write():
+    message = only(param("c_z: {loguniform: [0, 0.1]}") + RANDOM)
+    assert "params.c_z" in message
+    assert "choice: [0, {loguniform: [0.0001, 0.1]}]" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("c_z: {loguniform: [-1, 1]}", "above 0"),
+        ("c_z: {loguniform: [0.1, 0.1]}", "smaller"),
+        ("c_z: {loguniform: [0.1, 0.01]}", "smaller"),
+        ("c_z: {uniform: [0.1]}", "two finite numbers"),
+        ("c_z: {uniform: [0, .inf]}", "two finite numbers"),
+        ("c_z: {uniform: [a, b]}", "two finite numbers"),
+        ("c_z: {uniform: [0, 1], step: 0}", "above 0"),
+        ("c_z: {uniform: [0, 1], step: 2}", "larger than the range"),
+        ("c_z: {uniform: [0, 1], stpe: 0.1}", "did you mean step?"),
+        ("c_z: {grid: [0, 1], step: 0.1}", "step belongs"),
+        ("c_z: {grid: [0], choice: [0]}", "one domain"),
+        ("c_z: {grid: []}", "at least one value"),
+        ("c_z: {grid: 3}", "needs a list"),
+        ("c_z: {choice: []}", "at least one value"),
+        ("c_z: {grid: [{uniform: [0, 1]}]}", "a grid holds values"),
+        ("c_z: {choice: [0, {grid: [1]}]}", "inside a choice"),
+        ("c_z: {uniform: [-1, 1]}", "greater than or equal to 0"),
+        ("c_z: {int: [0, 3]}", "write uniform: [0.0, 3.0]"),
+        ("k: {uniform: [1, 4]}", "write int: [1, 4]"),
+        ("k: {int: [1.5, 4]}", "whole numbers"),
+        ("k: {int: [0, 4]}", "greater than or equal to 1"),
+        ("lr_sched: {uniform: [0, 1]}", "string"),
+        ("seed: {int: [0, 9]}", "replicate"),
+    ],
+)
+def test_a_wrong_domain_is_refused_at_its_field(line, word):
+    lines = complaints(param(line) + RANDOM)
+    assert f"params.{line.split(':')[0]}" in lines[0]
+    assert word in lines[0]
+
+
+def test_a_step_that_misses_the_upper_end_is_noted():
+    spec = parse(param("opt.wd: {uniform: [0, 1], step: 0.3}") + RANDOM)
+    assert spec.notes == ("params.opt.wd: steps of 0.3 from 0.0 end at 0.9, not at 1.0",)
+
+
+# --- seeds, search, combinations ------------------------------------------------------------------------------------
+
+
+def test_seeds_are_a_seed_grid_wherever_they_stand():
+    for text in (HEAD + "seeds: 3\n", param("seeds: 3"), param("seed: {grid: [0, 1, 2]}")):
+        assert parse(text).axes == {"seed": Grid((0, 1, 2))}
+
+
+def test_seeds_beside_a_seed_or_without_such_a_field_are_refused():
+    assert "keep one of them" in only(param("seed: 3") + "seeds: 2\n")
+    assert "does not use seed" in only("workload: bare\nmetric: val/mse\nparams: {width: 1}\nseeds: 2\n")
+    assert "at least 1" in only(HEAD + "seeds: 0\n")
+
+
+def test_the_command_line_replaces_seeds_and_seed_alike():
+    assert parse(HEAD + "seeds: 3\n", "params.seed=7").fixed == {"seed": 7}
+    assert parse(param("seed: 7"), "seeds=2").axes == {"seed": Grid((0, 1))}
+
+
+@pytest.mark.parametrize(
+    ("params", "search", "word"),
+    [
+        ("lr: {uniform: [1, 2]}", "", "search: {algorithm: random, samples: 20}"),
+        ("lr: {uniform: [1, 2]}", "search: {algorithm: random}", "samples: 20"),
+        ("lr: {uniform: [1, 2]}", "search: random", "samples: 20"),
+        ("lr: {grid: [1, 2]}", "search: {algorithm: random, samples: 3}", "nothing to sample"),
+        ("lr: {grid: [1, 2]}", "search: {algorithm: optuna, samples: 3}", "nothing to sample"),
+        ("lr: {grid: [1, 2]}", "search: {samples: 3}", "belongs to"),
+        ("lr: {uniform: [1, 2]}", "search: {algorithm: random, samples: 0}", "at least 1"),
+        (
+            "lr: {uniform: [1, 2]}",
+            "search: {algorithm: optuna, samples: 1, sampler: gp}",
+            "not supported by this version",
+        ),
+        ("lr: {uniform: [1, 2]}", "search: {algorithm: rndom, samples: 1}", "did you mean random?"),
+        ("k: 1", "search: {algorithm: grid, sampler: tpe}", "belongs to algorithm: optuna"),
+    ],
+)
+def test_a_search_that_does_not_fit_the_axes_says_what_to_write(params, search, word):
+    assert any(word in line for line in complaints(param(params) + search + "\n"))
+
+
+def test_fields_that_do_not_fit_together_are_told_once_at_their_line():
+    text = HEAD + "params:\n  num_experts: {grid: [4, 8]}\n  k: {grid: [1, 8]}\n  seed: {grid: [0, 1, 2]}\n"
+    assert only(text) == "t.yaml:5  params.k  k=8 experts per token, but num_experts=4"
+
+
+def test_the_ends_of_a_sampled_range_are_tried_too():
+    text = HEAD + "params:\n  k: {int: [1, 9]}\nsearch: {algorithm: random, samples: 1}\n"
+    assert only(text) == "t.yaml:4  params.k  k=9 experts per token, but num_experts=8"
+
+
+def test_rules_between_fields_are_tried_even_in_a_grid_too_large_to_try_whole():
+    grid = "{grid: [" + ", ".join(str(number) for number in range(1, 101)) + "]}"
+    assert any(
+        "k=100 experts" in line for line in complaints(HEAD + f"params: {{steps: {grid}, seed: {grid}, k: {grid}}}\n")
+    )
+
+
+def test_a_number_of_trials_that_no_ledger_wants_is_refused():
+    grid = "{grid: [" + ", ".join(str(number) for number in range(1, 1002)) + "]}"
+    assert "1,002,001 trials" in only(HEAD + f"params: {{steps: {grid}, seed: {grid}}}\n")
+
+
+# --- the other sections ---------------------------------------------------------------------------------------------
+
+
+def test_every_section_of_the_documented_example_is_read():
+    spec = parse(
+        """# Does it work?
+name: zloss
+workload: toy
+metric: {name: val/mse, mode: min}
+params:
+  steps: 800
+  c_z: {grid: [0, 1e-4, 1e-3, 1e-2]}
+  lr: {loguniform: [1e-3, 1e-2]}
+  seed: {grid: [0, 1, 2]}
+search: {algorithm: random, samples: 2, seed: 0}
+resources: {cpu: 1, gpu: 0, max_concurrent: 2, trial_time: 30m}
+fuse: auto
+retries: 1
+retry_on: any
+stop: {diverged: true}
+log_every: 10
+checkpoint_every: 100
+preflight: true
+tags: {team: router, year: 2024}
+"""
+    )
+    assert spec.description == "Does it work?"
+    assert spec.resources.trial_time_s == 1800.0
+    assert (spec.retries.count, spec.retries.any_error) == (1, True)
+    assert spec.tags == {"team": "router", "year": "2024"}
+    assert spec.fixed == {"steps": 800}
+    assert spec.where("params.c_z.grid") == "t.yaml:7"
+
+
+def test_keys_of_later_versions_are_refused_and_not_ignored():
+    for key in ("when", "zip", "exclude", "scheduler", "unstable", "budget", "health"):
+        assert only(HEAD + f"{key}: {{}}\n") == f"t.yaml:3  {key}  is not supported by this version yet; remove it"
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("resources: {cpu: 0}", "above 0"),
+        ("resources: {gpu: -1}", "at least 0"),
+        ("resources: {gpu: 1.5}", "whole number"),
+        ("resources: {max_concurrent: 0}", "at least 1"),
+        ("resources: {max_concurrent: true}", "at least 1"),
+        ("resources: {trial_time: 1:30}", "30m"),
+        ("resources: {trial_time: 0}", "30m"),
+        ("resources: {trial_time: .inf}", "30m"),
+        ("resources: 3", "is no mapping"),
+        ("retries: -1", "at least 0"),
+        ("retry_on: some", "any"),
+        ("stop: {diverged: no}", "true or false"),
+        ("log_every: 0", "at least 1"),
+        ("log_every: 2.5", "at least 1"),
+        ("checkpoint_every: 0", "at least 1"),
+        ("fuse: 0", "auto, off"),
+        ("fuse: false", "auto, off"),
+        ("preflight: off", "true or false"),
+        ("tags: [a]", "is no mapping"),
+        ("tags: {orch.state: x}", "no free tag name"),
+        ("tags: {a: [1]}", "one text"),
+        ("params: 3", "is no mapping"),
+    ],
+)
+def test_a_wrong_setting_is_refused_at_its_line(line, word):
+    message = only(HEAD + line + "\n")
+    assert message.startswith("t.yaml:3  ")
+    assert word in message
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1h30m", 5400), ("45", 45), ("0.5", 0.5)]
+)
+def test_trial_time_is_a_duration_or_seconds(text, seconds):
+    assert parse(HEAD + f"resources: {{trial_time: {text}}}\n").resources.trial_time_s == seconds
+
+
+def test_all_mistakes_of_a_file_come_in_one_answer_in_the_order_of_its_lines():
+    lines = complaints(
+        "name: A\nworkload: toy\nmetric: nope\nparams:\n  drp: 1\n  lr: {grid: []}\n  k: x\nlog_every: 0\nwhen: {}\n",
+        "x=1",
+    )
+    numbers = [line.split("  ")[0] for line in lines]
+    assert numbers == [f"t.yaml:{n}" for n in (1, 3, 5, 6, 7, 8, 9)] + ["--set"]
+
+
+# --- --set ----------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_replace_values_and_whole_axes_and_keep_siblings():
+    text = (
+        HEAD
+        + "params:\n  lr: {loguniform: [1e-3, 1]}\n  opt: {lr: 1, wd: 2}\nsearch: {algorithm: random, samples: 1}\n"
+    )
+    spec = parse(
+        text,
+        "params.lr=3e-3",
+        "params.c_z={grid: [0, 1e-3]}",
+        "search={algorithm: grid, samples: null}",
+        "params.opt={lr: 3}",
+    )
+    assert spec.fixed == {"lr": 0.003, "opt.lr": 3.0, "opt.wd": 2.0}
+    assert spec.axes == {"c_z": Grid((0.0, 0.001))}
+
+
+def test_a_comma_in_an_overridden_text_stays_one_text():
+    assert parse(HEAD, "params.note=a,b").fixed == {"note": "a,b"}
+
+
+def test_overrides_reach_sections_that_are_missing_short_or_empty():
+    spec = parse(HEAD + "params:\n", "resources.max_concurrent=1", "metric.mode=max", "tags.team=x", "params.opt.lr=1")
+    assert spec.resources.max_concurrent == 1
+    assert spec.metric.mode == "max"
+    assert spec.tags == {"team": "x"}
+    assert spec.fixed == {"opt.lr": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("params.acumulation_steps=2", "did you mean accumulation_steps?"),
+        ("resources.cpus=2", "did you mean cpu?"),
+        ("log_every.x=2", "unknown key log_every.x"),
+        ("params.lr", "write --set path.of.key=value"),
+        ("=3", "write --set path.of.key=value"),
+        ("params..lr=3", "write --set path.of.key=value"),
+        ("params.lr={grid: [1", "not valid YAML"),
+        ("params.lr=abc", "valid number"),
+    ],
+)
+def test_a_wrong_override_is_a_problem_of_the_command_line(override, word):
+    message = only(HEAD + "log_every: 3\n", override)
+    assert message.startswith("--set")
+    assert word in message
+
+
+# --- the stored form ------------------------------------------------------------------------------------------------
+
+FULL = (
+    param("lr: {grid: [1e-3, 2e-3]}")
+    + "  c_z: {choice: [0, {loguniform: [1e-4, 1e-1]}]}\nsearch: {algorithm: random, samples: 2}\n"
+)
+
+
+def test_the_stored_form_is_json_and_reads_back_as_the_same_spec():
+    import json
+
+    spec = parse(FULL, "params.k=2", name="other")
+    document = json.loads(json.dumps(to_json(spec), allow_nan=False))
+    assert from_json(document, workload_of) == spec
+    assert document["params"]["c_z"] == {"choice": [0.0, {"loguniform": [0.0001, 0.1]}]}
+
+
+def test_infinity_can_be_stored():
+    import json
+
+    spec = parse("workload: bare\nmetric: val/mse\nparams: {width: 3, scale: .inf}\n")
+    assert from_json(json.loads(json.dumps(to_json(spec), allow_nan=False)), workload_of) == spec
+
+
+def test_another_spelling_is_no_difference():
+    old = to_json(parse(param("lr: 1e-3") + "seeds: 2\n"))
+    new = to_json(
+        parse(
+            "# hi\nmetric: {mode: min, name: val/mse}\nworkload: toy\nlog_every: 10\n"
+            "params: {seed: {grid: [1, 0]}, lr: 0.001}\n"
+        )
+    )
+    assert spec_difference(old, new) == []
+    assert spec_difference(old, to_json(parse(param("lr: {grid: [0.001]}") + "seeds: 2\nresources: {cpu: 2}\n"))) == []
+
+
+def test_a_difference_names_the_path_and_both_values():
+    old = to_json(parse(param("lr: 1e-3")))
+    assert spec_difference(old, to_json(parse(param("lr: 0.002")))) == ["params.lr: 0.001 -> 0.002"]
+    assert spec_difference(old, to_json(parse(param("lr: 0.001") + "  k: 2\n"))) == ["params.k: not set -> 2"]
+    assert spec_difference(old, to_json(parse(param("lr: 0.001") + "log_every: 5\n"))) == ["log_every: 10 -> 5"]
+
+
+# --- cost -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_ten_thousand_trials_is_read_and_checked_in_two_seconds():
+    grid = "{grid: [" + ", ".join(f"{number}e-3" for number in range(1, 101)) + "]}"
+    started = time.perf_counter()
+    parse(HEAD + f"params: {{lr: {grid}, c_z: {grid}}}\n")
+    assert time.perf_counter() - started < 2
+
+
+def test_reading_a_spec_imports_nothing_heavy():
+    code = (
+        "import sys, orchestrator.spec, orchestrator.search\n"
+        "heavy = {'torch', 'ray', 'mlflow', 'optuna', 'sqlalchemy', 'numpy', 'pandas'} & set(sys.modules)\n"
+        "sys.exit(', '.join(heavy) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,1 @@
+"""What every training workload shares: precision policies, one clean update, initialisation from a generator."""

@@ -1,0 +1,1 @@
+"""The `moe_router` workload: a mixture-of-experts regression whose router can be stressed."""
