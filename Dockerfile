@@ -1,6 +1,10 @@
 # One image for everything of ours: MLflow's server, the Ray nodes, the command `orch`. Holds no secret.
-FROM docker.io/library/python:3.11-slim
+FROM docker.io/library/python:3.11-slim AS requirements
+COPY pyproject.toml .
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+      > /requirements.txt
 
+FROM docker.io/library/python:3.11-slim
 # An index besides PyPI, for example PyTorch's CPU-only wheels (the default wheels bring CUDA, several gigabytes).
 ARG PIP_EXTRA_INDEX_URL=
 ENV PIP_NO_CACHE_DIR=1 \
@@ -9,14 +13,13 @@ ENV PIP_NO_CACHE_DIR=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 
-# The dependencies first and alone: this layer stays as it is when only our code changes.
+# The dependencies first and alone: this layer stays as it is until their list or a pinned version changes.
 WORKDIR /build
-COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-      > requirements.txt \
- && python -m pip install -c constraints.txt -r requirements.txt
+COPY --from=requirements /requirements.txt ./
+COPY constraints.txt ./
+RUN python -m pip install -c constraints.txt -r requirements.txt
 
-COPY README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE ./
 COPY orchestrator orchestrator
 COPY workloads workloads
 COPY dashboards dashboards

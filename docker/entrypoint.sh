@@ -3,7 +3,7 @@
 # Waits for what it needs, since not every compose runtime honours health conditions. Keeps no secret on a command line.
 set -euo pipefail
 
-WAIT_S=${ORCH_WAIT_S:-90}
+WAIT_S=${START_WAIT_S:-90}
 OBJECT_STORE_BYTES=100000000 # trials pass a few kilobytes through it
 
 wait_for_database() {

@@ -8,7 +8,7 @@ import time
 
 import psycopg
 
-TIMEOUT_S = float(os.environ.get("ORCH_WAIT_S", "90"))
+TIMEOUT_S = float(os.environ.get("START_WAIT_S", "90"))
 POLL_S = 0.5
 
 

@@ -12,116 +12,226 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from orchestrator.errors import OrchError
 from orchestrator.settings import artifact_root
-from orchestrator.workspace import Workspace, open_workspace, quiet_mlflow
+from orchestrator.workspace import Workspace, open_workspace
 
 START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 8.0
+POLL_S = 0.1
 DASHBOARD = "overview.py"
+WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+LOG_TAIL_BYTES = 20_000
+
+
+@dataclass(frozen=True)
+class Server:
+    """One of the two servers. `health` is a path that answers once the server is ready."""
+
+    name: str
+    command: list[str]
+    environment: Mapping[str, str]
+    host: str
+    port: int
+    health: str
+    log: Path
+
+    @property
+    def url(self) -> str:
+        """Where a browser on this host finds it."""
+        host = WILDCARDS.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+Child = tuple[Server, subprocess.Popen[bytes]]
+
+
+class StopRequest:
+    """Notes the first signal that asks us to stop; the handlers of before are back at the end."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in STOP_SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
 
 
 def serve_ui(home: Path | None, host: str, port: int, say: Callable[[str], None]) -> int:
-    """Runs both servers until one ends or a signal comes. Raises OrchError when a port is taken."""
+    """Runs both servers until one ends or a signal comes. Returns 0 after a signal, 1 when a server ended by itself.
+
+    Raises OrchError, with nothing left running, when a port is taken or a server does not start.
+    """
     for wanted in (port, port + 1):
         _refuse_taken_port(host, wanted)
     workspace = open_workspace(home)
-    quiet_mlflow()
-    with _child(_mlflow_command(workspace, host, port), _mlflow_environment(workspace)) as mlflow:
-        with _child(_dashboard_command(host, port + 1), _dashboard_environment(workspace, host, port)) as dashboards:
-            children = {"MLflow": mlflow, "dashboards": dashboards}
-            _wait_until_up(f"http://{host}:{port}/health", mlflow)
-            _wait_until_up(f"http://{host}:{port + 1}/", dashboards)
-            say(f"MLflow      http://{host}:{port}")
-            say(f"dashboards  http://{host}:{port + 1}")
-            say("Ctrl-C stops both; the database stays up.")
-            return _wait(children)
+    mlflow = _mlflow(workspace, host, port)
+    servers = [mlflow, _dashboards(workspace, host, port + 1, mlflow.url)]
+    with StopRequest() as stop, _running(servers) as children:
+        for server, child in children:
+            if not _is_up(server, child, stop):
+                return 0
+        for server in servers:
+            say(f"{server.name:<11} {server.url}")
+        if host in WILDCARDS:
+            say(f"Both listen on every address of this host ({host}) and ask for no password.")
+        say("Ctrl-C stops both; the database stays up.")
+        return _wait(children, stop)
 
 
-def _mlflow_command(workspace: Workspace, host: str, port: int) -> list[str]:
+def _mlflow(workspace: Workspace, host: str, port: int) -> Server:
+    """MLflow's own server. The database's URL goes through the environment: a command line is everybody's to read.
+
+    Artifacts are read where the runs say they are, so the server needs no upload proxy and no folder of its own. Its
+    job runner (evaluation of language models) would be seven more processes.
+    """
     root = artifact_root(workspace.settings, workspace.home)
     flags = ["--host", host, "--port", str(port), "--workers", "1", "--default-artifact-root", root]
-    return [sys.executable, "-m", "mlflow", "server", *flags]
-
-
-def _mlflow_environment(workspace: Workspace) -> dict[str, str]:
-    """The database's URL goes through the environment: a command line is everybody's to read."""
-    return {
+    environment = {
         "MLFLOW_BACKEND_STORE_URI": workspace.database.mlflow_uri,
         "MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "2",
-        "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "0",
+        "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "1",  # 0 counts as not set, and SQLAlchemy's default is 10
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": os.environ.get("MLFLOW_DISABLE_TELEMETRY", "true"),
     }
+    command = [sys.executable, "-m", "mlflow", "server", *flags, "--no-serve-artifacts"]
+    return Server("MLflow", command, environment, host, port, "/health", _log_file(workspace, "mlflow"))
 
 
-def _dashboard_command(host: str, port: int) -> list[str]:
+def _dashboards(workspace: Workspace, host: str, port: int, mlflow_url: str) -> Server:
+    """marimo with our app, which logs in as the role that reads the views and nothing else."""
+    flags = ["--host", host, "--port", str(port), "--headless", "--no-token", "--no-sandbox"]
+    environment = {
+        "ORCH_READER_URL": workspace.reader_database.url,
+        "ORCH_MLFLOW_UI": mlflow_url if host not in WILDCARDS else f"http://0.0.0.0:{port - 1}",
+        "MARIMO_SKIP_UPDATE_CHECK": "1",
+    }
+    command = [sys.executable, "-m", "marimo", "run", *flags, str(_app_file())]
+    return Server("dashboards", command, environment, host, port, "/health", _log_file(workspace, "dashboards"))
+
+
+def _app_file() -> Path:
     spec = importlib.util.find_spec("dashboards")
-    if spec is None or not spec.submodule_search_locations:
-        raise OrchError("the folder dashboards/ is missing from this installation; install orch again")
-    app = Path(next(iter(spec.submodule_search_locations))) / DASHBOARD
-    flags = ["--host", host, "--port", str(port), "--headless", "--no-token"]
-    return [sys.executable, "-m", "marimo", "run", *flags, str(app)]
+    for folder in (spec.submodule_search_locations if spec is not None else None) or ():
+        if (Path(folder) / DASHBOARD).is_file():
+            return Path(folder) / DASHBOARD
+    raise OrchError("the folder dashboards/ is missing from this installation; install orch again")
 
 
-def _dashboard_environment(workspace: Workspace, host: str, port: int) -> dict[str, str]:
-    """Dashboards read the views only, as the role that can read nothing else."""
-    return {"ORCH_READER_URL": workspace.reader_database.url, "ORCH_MLFLOW_UI": f"http://{host}:{port}"}
+def _log_file(workspace: Workspace, name: str) -> Path:
+    return workspace.home.folder("logs") / f"{name}.log"
 
 
 @contextlib.contextmanager
-def _child(command: list[str], extra: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A child in a process group of its own, so that stopping it stops its workers too."""
-    process = subprocess.Popen(command, env={**os.environ, **extra}, start_new_session=True, stdin=subprocess.DEVNULL)
+def _running(servers: Sequence[Server]) -> Iterator[list[Child]]:
+    """Starts them side by side; at the end asks all to stop, then makes them. None outlives the block."""
+    children: list[Child] = []
     try:
-        yield process
+        for server in servers:
+            children.append((server, _started(server)))
+        yield children
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        _stop([process for _, process in children])
+
+
+def _started(server: Server) -> subprocess.Popen[bytes]:
+    """In a process group of its own: a Ctrl-C reaches only us, and stopping the group stops its workers too."""
+    with server.log.open("wb") as log:  # of this start only, so that its end tells why it died
+        return subprocess.Popen(
+            server.command,
+            env={**_inherited_environment(), **server.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _inherited_environment() -> dict[str, str]:
+    """Ours without the owner's login: each server is told the address that it may use."""
+    return {name: value for name, value in os.environ.items() if name != "ORCH_DATABASE_URL"}
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        _signal_group(process, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        _signal_group(process, signal.SIGKILL)  # whoever is left: a worker may outlive its parent
+        process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # nobody is left in the group
+        os.killpg(process.pid, number)
 
 
 def _refuse_taken_port(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise OrchError(
-                f"--port  {host}:{port} cannot be used ({error.strerror}); choose another: orch ui --port N"
-            ) from error
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        option = "--host" if isinstance(error, socket.gaierror) else "--port"
+        raise OrchError(
+            f"{option}  {host}:{port} cannot be used ({error.strerror}); "
+            "choose another (the dashboards take the port after MLflow's): orch ui --port N"
+        ) from error
 
 
-def _wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
+def _is_up(server: Server, child: subprocess.Popen[bytes], stop: StopRequest) -> bool:
+    """Waits for the server's first answer; False when we are asked to stop before. Raises OrchError."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise OrchError(f"{url} did not start: its process ended with exit code {process.returncode}")
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):  # not listening yet
-            time.sleep(0.2)
-    raise OrchError(f"{url} did not answer within {START_TIMEOUT_S:.0f} s")
+    while not stop.received:
+        if child.poll() is not None:
+            raise OrchError(f"{server.name} did not start (exit code {child.returncode}){_last_words(server)}")
+        if _answers(server.url + server.health):
+            return True
+        if time.monotonic() > deadline:
+            raise OrchError(f"{server.name} did not answer within {START_TIMEOUT_S:.0f} s{_last_words(server)}")
+        time.sleep(POLL_S)
+    return False
 
 
-def _wait(children: dict[str, subprocess.Popen[bytes]]) -> int:
-    """Returns 0 after a signal, 1 when a child ended by itself."""
-    stop = False
+def _answers(url: str) -> bool:
+    no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach our loopback
+    try:
+        with no_proxy.open(url, timeout=2):
+            return True
+    except (urllib.error.URLError, OSError):  # not listening yet, or not ready
+        return False
 
-    def asked(number: int, frame: object) -> None:
-        nonlocal stop
-        stop = True
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, asked)
-    while not stop:
-        for name, child in children.items():
+def _wait(children: Sequence[Child], stop: StopRequest) -> int:
+    while not stop.received:
+        for server, child in children:
             if child.poll() is not None:
-                print(f"{name} ended with exit code {child.returncode}", file=sys.stderr)
+                print(f"{server.name} ended with exit code {child.returncode}{_last_words(server)}", file=sys.stderr)
                 return 1
-        time.sleep(0.2)
+        time.sleep(POLL_S)
     return 0
+
+
+def _last_words(server: Server) -> str:
+    """The log's last line that says something, and where the rest is."""
+    text = server.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (f": {lines[-1]}" if lines else "") + f"\nread {server.log}"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -233,10 +234,13 @@ def _fields_of(config: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 def _sql_type(annotation: Any) -> str:
     """The column type that holds every value of the field; a union of kinds falls back to text, a list to jsonb."""
-    if get_origin(annotation) is Literal:
+    kind = get_origin(annotation)
+    if kind is Literal:
         members = {type(choice) for choice in get_args(annotation)}
+    elif kind in (Union, UnionType):
+        members = set(get_args(annotation)) - {type(None)}
     else:
-        members = set(get_args(annotation) or (annotation,)) - {type(None)}
+        members = {annotation}
     if members == {float} or members == {float, int}:
         return "double precision"
     if len(members) > 1 and all(

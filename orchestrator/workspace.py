@@ -18,7 +18,6 @@ from orchestrator.database.connection import Database, open_database
 from orchestrator import ledger
 from orchestrator.reports.source import Query
 from orchestrator.settings import Home, Settings
-from orchestrator.tracking import mlflow_schema
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,22 @@ def open_workspace(home_path: Path | None, *, allow_nonempty: bool = False) -> W
         database,
         fingerprint(),
         [_create_mlflow_tables, _upgrade_ledger, _apply_views],
-        expected_revision=mlflow_schema.expected_revision,
+        expected_revision=_expected_revision,
         allow_nonempty=allow_nonempty,
     )
     return Workspace(settings, home, database)
 
 
 def _create_mlflow_tables(database: Database) -> None:
+    from orchestrator.tracking import mlflow_schema  # imports MLflow: only a first start needs it
+
     mlflow_schema.create(database.url)
+
+
+def _expected_revision() -> str:
+    from orchestrator.tracking import mlflow_schema
+
+    return mlflow_schema.expected_revision()
 
 
 def _upgrade_ledger(database: Database) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import secrets
@@ -9,11 +10,15 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -38,6 +43,7 @@ def server_url(home: Home) -> Iterator[str]:
     """The embedded server's URL, with its database `orch`."""
     yield embedded.ensure_running(home)
     embedded.stop(home)
+    shutil.rmtree(home.short_folder, ignore_errors=True)  # others may have used it too
 
 
 @pytest.fixture
@@ -136,3 +142,101 @@ def database_on_fixture() -> DatabaseOn:
 
 
 # Fixtures of the other parts follow here.
+
+
+# The command `orch`, as people type it.
+
+LAB = Path(__file__).parent / "lab"
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Orch:
+    """Runs `orch` in a process of its own, in a folder whose module `orch_lab` holds small workloads."""
+
+    env: dict[str, str]
+    folder: Path
+
+    def command(self, *arguments: object) -> list[str]:
+        return [sys.executable, "-m", "orchestrator.cli", *map(str, arguments)]
+
+    def __call__(self, *arguments: object, expect: int | None = 0, timeout_s: float = 240) -> Done:
+        done = subprocess.run(
+            self.command(*arguments), cwd=LAB, env=self.env, capture_output=True, text=True, timeout=timeout_s
+        )
+        answer = Done(done.returncode, done.stdout, done.stderr)
+        assert expect is None or done.returncode == expect, str(answer)
+        assert "Traceback" not in done.stderr, done.stderr
+        return answer
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=LAB,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def sweep_file(self, text: str, name: str) -> Path:
+        """A sweep file called `name`.yaml."""
+        path = self.folder / f"{name}.yaml"
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def rows(self, query: str) -> list[dict[str, Any]]:
+        answer: list[dict[str, Any]] = json.loads(self("sql", query, "--format", "json").out)
+        return answer
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def orch(home: Home, server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Orch:
+    """`orch` on the embedded server of this test run."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("ORCH_", "RAY_", "MLFLOW_"))}
+    env |= {"ORCH_HOME": str(home.path), "COLUMNS": "200"}
+    return Orch(env, tmp_path_factory.mktemp("sweeps"))
+
+
+@pytest.fixture
+def name() -> str:
+    """A sweep name that no other test uses."""
+    return f"t{secrets.token_hex(5)}"
+
+
+@pytest.fixture(scope="session")
+def ray_orch(orch: Orch, home: Home) -> Iterator[Orch]:
+    """`orch` attached to one Ray of two CPUs and two pretended GPUs that serves the whole test run."""
+    folder = Path(tempfile.mkdtemp(prefix="orch-ray-", dir="/tmp"))
+    token_file = home.secret_file("ray_token")
+    port = free_port()
+    env = {
+        **orch.env,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "1",
+        "PYTHONPATH": str(LAB),
+    }
+    ray = Path(sys.executable).with_name("ray")
+    start = ["start", "--head", f"--port={port}", "--num-cpus=2", "--num-gpus=2", f"--temp-dir={folder}", "--block"]
+    with (folder / "log").open("wb") as log:
+        head = subprocess.Popen(
+            [ray, *start, "--include-dashboard=false"], env=env, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield Orch({**env, "RAY_ADDRESS": f"127.0.0.1:{port}"}, orch.folder)
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        head.wait(timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 
 import click
@@ -11,7 +10,7 @@ from rich.table import Table as RichTable
 
 from orchestrator.reports.table import Format, Table, as_csv, as_json, short
 
-PIPE_WIDTH = 240  # columns when the output is not a terminal: nothing may be cut for a script
+PIPE_WIDTH = 100_000  # columns when the output is not a terminal: nothing may be cut
 
 format_option = click.option(
     "--format", "fmt", type=click.Choice(["table", "csv", "json"]), default="table", help="How to print."
@@ -19,7 +18,7 @@ format_option = click.option(
 
 
 def console() -> Console:
-    width = None if sys.stdout.isatty() else max(PIPE_WIDTH, shutil.get_terminal_size().columns)
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(width=width, highlight=False, soft_wrap=False)
 
 
@@ -39,7 +38,7 @@ def _print_for_people(table: Table) -> None:
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
     numeric = [_is_numeric(table, index) for index in range(len(table.columns))]
     for name, is_number in zip(table.columns, numeric, strict=True):
-        drawn.add_column(name, justify="right" if is_number else "left", no_wrap=True, overflow="fold")
+        drawn.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for row in table.rows:
         drawn.add_row(*(_escaped(short(value)) for value in row))
     out.print(drawn)

@@ -77,7 +77,10 @@ SETTINGS = {
     "log_line_prefix": "%m [%p] %a ",
 }
 
-TRANSIENT = ("starting up", "shutting down", "recovery", "not yet accepting", "No such file", "Connection refused")
+TRANSIENT = (
+    *("starting up", "shutting down", "recovery", "not yet accepting"),
+    *("No such file", "Connection refused", "closed the connection"),
+)
 FULL = ("too many clients", "remaining connection slots")
 
 
@@ -159,10 +162,11 @@ def _reach(home: Home, lock: int, idle_stop_s: float) -> EmbeddedServer:
             _ensure_database(server, _secret_path(home))
             return server
         except psycopg.OperationalError as error:
-            reason = str(error).strip()
+            reason = str(error).strip().splitlines()[0]
         if any(words in reason for words in FULL):
             return server  # it serves; whoever comes next is told that it is full
-        if time.monotonic() > deadline or not any(words in reason for words in TRANSIENT):
+        may_pass = any(words in reason for words in TRANSIENT) or running(home) is None  # it died as we came
+        if time.monotonic() > deadline or not may_pass:
             raise DatabaseUnavailable(f"the embedded PostgreSQL in {home.path} does not let us in: {reason}; {REMEDY}")
         time.sleep(0.05)
 
@@ -235,7 +239,7 @@ def _run_keeper(home: Home, placement: Placement, server: Sequence[str], idle_st
         *("--", *placement.as_user(placement.uid, server)),
     ]
     try:
-        with _open_log(home) as log:
+        with os.fdopen(write_end, "wb"), _open_log(home) as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -246,8 +250,7 @@ def _run_keeper(home: Home, placement: Placement, server: Sequence[str], idle_st
                 cwd="/",
                 env=environment(PYTHONPATH=_python_path()),
             )
-        os.close(write_end)
-        process.wait()  # it forks at once: the keeper itself is nobody's child
+        process.wait()  # it forks at once: the keeper itself is nobody's child; its death ends our waiting
         return _read_answer(read_end, START_TIMEOUT_S + 2 * ORPHAN_WAIT_S)
     finally:
         os.close(read_end)

@@ -24,6 +24,7 @@ from orchestrator.spec.sections import (
     read_resources,
     read_retries,
     read_search,
+    read_show,
     read_stop,
     read_tags,
     text,
@@ -36,6 +37,7 @@ LATER = ("when", "zip", "exclude", "scheduler", "unstable", "budget", "health")
 
 KEYS = (
     *("name", "workload", "metric", "params", "seeds", "search", "resources", "retries", "retry_on", "stop"),
+    "show",
     *("log_every", "checkpoint_every", "tags", "fuse", "preflight"),
 )
 MAX_NAME = 40
@@ -107,6 +109,7 @@ class _Parser:
             retries=read_retries(top),
             stop_diverged=read_stop(entries.get("stop"), problems),
             log_every=top.read("log_every", whole(1), 10),
+            show=read_show(entries.get("show"), workload, problems),
             tags=read_tags(entries.get("tags"), problems),
             lines=self.lines,
             fuse=top.read("fuse", fuse, "auto"),  # type: ignore[arg-type]  # `fuse` lets nothing else through

@@ -25,6 +25,8 @@ def to_json(spec: SweepSpec) -> Json:
         "workload": spec.workload,
         "metric": {"name": spec.metric.name, "mode": spec.metric.mode},
         "params": {**_fixed_json(spec.fixed), **{name: _domain_json(axis) for name, axis in spec.axes.items()}},
+        "axes": list(spec.axes),
+        "show": list(spec.show),
         "search": {key: value for key, value in vars(spec.search).items() if value is not None},
         "resources": {
             "cpu": resources.cpu,

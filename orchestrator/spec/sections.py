@@ -208,6 +208,24 @@ def read_stop(node: Node | None, problems: Problems) -> bool:
     return Section.of(node, "stop", ("diverged",), problems).read("diverged", flag, True)
 
 
+def read_show(node: Node | None, workload: WorkloadFace | None, problems: Problems) -> tuple[str, ...]:
+    """`show: [val/router/z]`: metrics that comparisons show beside the objective; the workload must declare them."""
+    if node is None or node.value is None:
+        return ()
+    if not node.is_list:
+        problems.add(node.where, "show", f"{_shown(node)} is no list; write show: [val/loss]")
+    names = []
+    for item in node.items:
+        try:
+            names.append(metric_name(item))
+        except ValueError as error:
+            problems.add(item.where, "show", str(error))
+            continue
+        if workload and not workload.declares(names[-1]):
+            problems.add(item.where, "show", _undeclared(names[-1], workload))
+    return tuple(names)
+
+
 def read_tags(node: Node | None, problems: Problems) -> dict[str, str]:
     """Tags as text, spelt as in the file; names that MLflow or orch use themselves are refused."""
     if node is not None and node.value is not None and not node.is_mapping:

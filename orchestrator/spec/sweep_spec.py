@@ -58,6 +58,7 @@ class SweepSpec:
     retries: Retries = Retries()
     stop_diverged: bool = True
     log_every: int = 10
+    show: tuple[str, ...] = ()  # metrics that comparisons show beside the objective
     tags: Mapping[str, str] = field(default_factory=dict)
     description: str = ""
     source: str = ""  # the file's text

@@ -5,13 +5,10 @@ Importing this module imports MLflow (about 1.5 s), so commands that only read d
 
 from __future__ import annotations
 
-from typing import Any
-
-import psycopg
 import sqlalchemy
 from mlflow.store.db import utils as mlflow_db
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
 
 SEARCH_PATH = "-c search_path=public"
@@ -28,13 +25,12 @@ def mlflow_uri(url: str) -> str:
     return parsed.update_query_dict({"options": options}).render_as_string(hide_password=False)
 
 
-def create(target: str | psycopg.Connection[Any], artifact_root: str | None = None) -> None:
+def create(url: str, artifact_root: str | None = None) -> None:
     """Creates MLflow's tables where they are missing, and experiment 0, whose artifacts would lie in `artifact_root`.
 
-    The caller holds the lock that keeps two first starts apart. MLflow's migrations open two connections of their own,
-    so a psycopg connection serves only to say which database is meant.
+    The caller holds the lock that keeps two first starts apart; MLflow's migrations open two connections.
     """
-    uri = mlflow_uri(target if isinstance(target, str) else _url_of(target))
+    uri = mlflow_uri(url)
     engine = sqlalchemy.create_engine(uri, poolclass=NullPool)
     if not mlflow_db._all_tables_exist(engine):
         mlflow_db._initialize_tables(engine)
@@ -45,18 +41,3 @@ def create(target: str | psycopg.Connection[Any], artifact_root: str | None = No
 def expected_revision() -> str:
     """The revision of the schema that the installed MLflow works with."""
     return str(mlflow_db._get_latest_schema_revision())
-
-
-def _url_of(connection: psycopg.Connection[Any]) -> str:
-    info = connection.info
-    query = {"host": info.host, "port": str(info.port)} if info.host.startswith("/") else {}
-    url = URL.create(
-        "postgresql",
-        username=info.user,
-        password=info.password or None,
-        host=None if query else info.host,
-        port=None if query else info.port,
-        database=info.dbname,
-        query=query,
-    )
-    return url.render_as_string(hide_password=False)

@@ -30,14 +30,15 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric, SqlRun, SqlTag
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
 from sqlalchemy import event
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from orchestrator.errors import AlreadyExists, NotFound, OrchError
+from orchestrator.errors import NotFound, OrchError
 from orchestrator.tracking.artifacts import local_folder, store_file
+from orchestrator.tracking.experiments import SWEEP_TAG, refuse_unusable
 from orchestrator.tracking.mlflow_schema import mlflow_uri
 from orchestrator.trial import TrialState, canonical_json, jsonable
 
-SWEEP_TAG = "orch.sweep"  # an experiment that carries it is ours
 TRIAL_TAG = "orch.trial"  # <sweep id>/<trial number>
 PARAMS_FILE = "params.json"
 MAX_URI_LENGTH = 200  # the width of MLflow's column `runs.artifact_uri`
@@ -104,18 +105,13 @@ class Runs:
         """
         with self._one_at_a_time:
             experiment = self._client.get_experiment_by_name(name) or self._created(name, tags or {})
-        if experiment.lifecycle_stage != LifecycleStage.ACTIVE:
-            raise AlreadyExists(
-                f"MLflow's experiment {name!r} was deleted, and MLflow keeps its name taken. Two ways out:\n"
-                f"  restore it:   MLFLOW_TRACKING_URI={self._masked_uri} "
-                f"mlflow experiments restore --experiment-id {experiment.experiment_id}\n"
-                "  another name: run the sweep again with --name NAME"
-            )
-        if SWEEP_TAG not in experiment.tags:
-            raise AlreadyExists(
-                f"MLflow already has an experiment {name!r}, and it is not a sweep of orch (no tag {SWEEP_TAG}).\n"
-                "give the sweep another name with --name NAME, or rename that experiment in MLflow"
-            )
+        refuse_unusable(
+            name,
+            experiment.experiment_id,
+            is_deleted=experiment.lifecycle_stage != LifecycleStage.ACTIVE,
+            is_ours=SWEEP_TAG in experiment.tags,
+            masked_uri=self._masked_uri,
+        )
         return str(experiment.experiment_id)
 
     def _created(self, name: str, tags: Mapping[str, str]) -> Any:
@@ -258,11 +254,14 @@ class Runs:
             run = session.get(SqlRun, run_id)
             if run is None or run.lifecycle_stage != LifecycleStage.ACTIVE:
                 raise NotFound(f"MLflow has no run {run_id}" + ("; it was deleted" if run is not None else ""))
-            session.query(SqlTag).filter(SqlTag.run_uuid == run_id, SqlTag.key.in_(dropped_tags)).delete(
-                synchronize_session=False
+            if dropped_tags:
+                dropped = session.query(SqlTag).filter(SqlTag.run_uuid == run_id, SqlTag.key.in_(dropped_tags))
+                dropped.delete(synchronize_session=False)
+            rows = [{"run_uuid": run_id, "key": name, "value": _short_tag(text)} for name, text in sorted(tags.items())]
+            upsert = insert(SqlTag).values(rows)
+            session.execute(
+                upsert.on_conflict_do_update(index_elements=["key", "run_uuid"], set_={"value": upsert.excluded.value})
             )
-            for name, text in tags.items():
-                session.merge(SqlTag(run_uuid=run_id, key=name, value=_short_tag(text)))
             yield session, run
 
     # Artifacts

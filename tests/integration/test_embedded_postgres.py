@@ -41,14 +41,19 @@ def crash_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     """A server that tests may ill-treat; each leaves it in a state from which the next can start it."""
     home = Home(tmp_path_factory.mktemp("crash") / ".orch")
     yield home
-    embedded.stop(home)
+    tidy(home)
 
 
 @pytest.fixture
 def new_home(tmp_path: Path) -> Iterator[Home]:
     home = Home(tmp_path / ".orch")
     yield home
+    tidy(home)
+
+
+def tidy(home: Home) -> None:
     embedded.stop(home)
+    shutil.rmtree(home.short_folder, ignore_errors=True)  # there is none if the server never started
 
 
 def start_elsewhere(
@@ -175,10 +180,20 @@ def test_a_pid_file_whose_number_now_belongs_to_another_process_is_no_server(cra
 
 
 def test_a_copied_folder_gets_a_server_of_its_own(crash_home: Home, tmp_path: Path) -> None:
-    embedded.ensure_running(crash_home)
+    ask(embedded.ensure_running(crash_home), "create table if not exists copied ()")
+    embedded.stop(crash_home)
     copy = Home(tmp_path / ".orch")
-    shutil.copytree(crash_home.path, copy.path, ignore=shutil.ignore_patterns("pg_wal_*"))
-    assert embedded.running(copy) is None, "its pid file is the original's"
+    shutil.copytree(crash_home.path, copy.path)  # as root: now root owns the files, which PostgreSQL would refuse
+    url = embedded.ensure_running(crash_home)
+    shutil.copy(crash_home.path / "postgres" / "postmaster.pid", copy.path / "postgres")
+    assert embedded.running(copy) is None, "the pid file is the original's"
+    other_url = embedded.ensure_running(copy)
+    try:
+        assert other_url != url
+        assert pid_of(copy) != pid_of(crash_home)
+        assert ask(other_url, "select count(*) from copied") == 0
+    finally:
+        tidy(copy)
 
 
 def test_a_socket_that_was_swept_away_comes_back(crash_home: Home) -> None:
@@ -254,7 +269,7 @@ def test_it_works_from_a_path_of_150_characters_behind_a_closed_folder(tmp_path:
     assert len(str(home.path)) > 150
     before = {parent: (parent.stat().st_mode, parent.stat().st_uid) for parent in home.path.parents}
     assert ask(embedded.ensure_running(home), "select 1") == 1
-    assert embedded.stop(home)
+    tidy(home)
     after = {parent: (parent.stat().st_mode, parent.stat().st_uid) for parent in home.path.parents}
     assert after == before, "no mode and no owner outside our own folder has changed"
     assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
@@ -385,7 +400,8 @@ def test_another_user_has_a_server_of_its_own() -> None:
         assert ask(embedded.ensure_running(home), "select 1") == 1, "and start it, as its owner"
         assert psutil.Process(pid_of(home)).uids().real == nobody
     finally:
-        embedded.stop(home)
+        tidy(home)
+        shutil.rmtree(Path("/tmp") / home.short_folder.name.replace("orch-0-", f"orch-{nobody}-"), ignore_errors=True)
         shutil.rmtree(folder)
 
 
@@ -408,3 +424,16 @@ def test_root_without_that_right_keeps_the_data_elsewhere(new_home: Home) -> Non
         embedded.stop(new_home)
         if data.is_relative_to(embedded.OUTSIDE):
             shutil.rmtree(data.parent)
+
+
+@as_root
+@on_linux
+def test_data_that_need_that_right_are_not_silently_replaced_by_new_ones(crash_home: Home) -> None:
+    embedded.ensure_running(crash_home)
+    embedded.stop(crash_home)
+    starter = start_elsewhere(crash_home, prefix=("setpriv", "--bounding-set=-dac_read_search"))
+    _, errors = starter.communicate(timeout=60)
+    assert starter.returncode != 0
+    assert "CAP_DAC_READ_SEARCH" in errors
+    assert (crash_home.path / "postgres").is_dir()
+    assert not (crash_home.path / "postgres").is_symlink()

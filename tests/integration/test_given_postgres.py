@@ -17,13 +17,12 @@ import pytest
 
 from orchestrator.database import connection as connection_module
 from orchestrator.database.connection import Database, check, open_database
-from orchestrator.database.schema import SCHEMA_LOCK, advisory_lock, prepare
+from orchestrator.database.schema import SCHEMA_LOCK, Connection, advisory_lock, prepare
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.settings import Home, Settings
 
 DatabaseOn = Callable[..., AbstractContextManager[str]]
 PASSWORD = "p%40:/?#x"
-PRINTED = "create table if not exists {schema}.{table} (id int)"
 
 
 def create_mlflow_tables(database: Database) -> None:
@@ -46,7 +45,7 @@ def stub_mlflow_tables(database: Database, schema: str = "public", revision: str
     with database.connect(autocommit=True) as connection:
         connection.execute(f"create schema if not exists {schema}")
         for table in ("experiments", "latest_metrics", "experiment_tags"):
-            connection.execute(PRINTED.format(schema=schema, table=table))
+            connection.execute(f"create table if not exists {schema}.{table} (id int)")
         connection.execute(f"create table if not exists {schema}.alembic_version (version_num text)")
         connection.execute(f"insert into {schema}.alembic_version values ('{revision}')")
 
@@ -249,12 +248,17 @@ def test_somebody_elses_database_is_left_alone_unless_allowed(database: Database
     assert prepare(database, "v1", [stub_mlflow_tables], lambda: "r1", allow_nonempty=True)
 
 
-def test_the_lock_is_free_after_an_error_and_keeps_others_out_before(database: Database) -> None:
+def test_the_lock_keeps_others_out_and_is_free_after_an_error(database: Database) -> None:
     attempt = f"select pg_try_advisory_lock({SCHEMA_LOCK})"
-    with database.connect(autocommit=True) as connection:
-        with pytest.raises(ZeroDivisionError), advisory_lock(connection, SCHEMA_LOCK):
+
+    def fail_inside(connection: Connection) -> None:
+        with advisory_lock(connection, SCHEMA_LOCK):
             assert rows(database, attempt) == [(False,)]
             raise ZeroDivisionError
+
+    with database.connect(autocommit=True) as connection:
+        with pytest.raises(ZeroDivisionError):
+            fail_inside(connection)
         assert rows(database, attempt) == [(True,)]
 
 

@@ -308,6 +308,7 @@ def test_an_interrupted_sweep_is_marked_and_released(ledger: Ledger, sweep: Swee
     assert ledger.finish(trials[3].id, running.number, Outcome(TrialState.KILLED, last_step=35, reason="interrupted"))
     assert ledger.trials(sweep.id)[3].last_step == 35
     assert [trial.number for trial in ledger.release_unfinished(sweep.id)] == [3, 4]
+    assert not ledger.finish(trials[3].id, running.number, Outcome(TrialState.KILLED))  # it waits for the next one
     assert [trial.number for trial in ledger.release_unfinished(sweep.id, also=[TrialState.FAILED])] == [1]
     assert [trial.number for trial in ledger.release_unfinished(sweep.id, numbers=[2])] == [2]
     released = ledger.trials(sweep.id)[2]

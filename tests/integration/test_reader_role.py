@@ -25,8 +25,8 @@ SECRET = "the owner's password"
 
 
 @contextmanager
-def prepared(server: Database, name: str, artifacts: Path) -> Iterator[Database]:
-    """A database with MLflow's tables, the ledger and one sweep `t` of one trial."""
+def prepared(server: Database, name: str, artifacts: Path, superuser: Database | None = None) -> Iterator[Database]:
+    """A database with MLflow's tables, the ledger and one sweep `t` of one trial; dropped by `superuser` in the end."""
     with server.connect(autocommit=True) as admin:
         admin.execute(f"create database {name}")
         owner = server.beside(name)
@@ -43,6 +43,7 @@ def prepared(server: Database, name: str, artifacts: Path) -> Iterator[Database]
         with owner.connect(autocommit=True) as connection:
             view_catalog.apply(connection)
         yield owner
+    with (superuser or server).connect(autocommit=True) as admin:  # others' connections may be closing still
         admin.execute(f"drop database {name} with (force)")
         admin.execute(f"drop role if exists {reader_login(name, '').role}")
 
@@ -206,7 +207,7 @@ def test_an_owner_that_may_not_create_roles_is_told_the_way_out(
     with admin.connect(autocommit=True) as connection:
         connection.execute(f"create role orch login createdb password '{password}'")  # orch: also a schema's name
     plain = Database(tuple(sorted({**dict(admin.parameters), "user": "orch", "password": password}.items())))
-    with prepared(plain, "plain_owner", tmp_path_factory.mktemp("artifacts")) as owner:
+    with prepared(plain, "plain_owner", tmp_path_factory.mktemp("artifacts"), superuser=admin) as owner:
         with owner.connect() as connection, pytest.raises(DatabaseUnavailable, match="ORCH_READER_URL"):
             ensure_reader(connection, password)
         with admin.connect(autocommit=True) as connection:

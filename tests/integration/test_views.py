@@ -72,7 +72,7 @@ class Lab:
         assert self.ledger.finish(trial.id, attempts, Outcome(state, **outcome), host="host", device="cpu")
 
     def ask(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        return self.connection.execute(query, values).fetchall()
+        return self.connection.execute(query, values or None).fetchall()
 
     def columns_of(self, view: str) -> list[str]:
         cursor = self.connection.execute(f"select * from {view} limit 0")
@@ -169,6 +169,8 @@ def test_an_attempt_hides_what_earlier_ones_measured_from_its_first_step_on(lab:
     assert lab.ask("select key, last, last_step from orch.final_metrics where run_id = %s", trial.run_id) == [
         ("loss", 2.0, 40)
     ]
+    lab.log(trial, "early_step", {5: 4.0}, after_s=61)  # by the second attempt, as the time says
+    assert lab.ask("select attempt from orch.metrics where run_id = %s and step = 5", trial.run_id) == [(2,)]
     lab.ledger.begin_attempt(trial.id, "host", first_step=0, not_before=NOON + timedelta(seconds=120))
     assert lab.ask(query, trial.run_id) == []
     lab.log(trial, "loss", {0: 3.0}, after_s=121)
@@ -239,9 +241,10 @@ def test_a_redone_step_takes_its_finding_along(lab: Lab) -> None:
     sweep = lab.sweep("redone")
     trial = lab.begin(sweep, {"seed": 0})
     early, late = (Finding("spike", Severity.ERROR, "loss jumped", step=step) for step in (10, 40))
-    lab.ledger.add_findings(sweep.id, [(trial.id, 1, early), (trial.id, 1, late)])
+    whole = Finding("speed", Severity.WARNING, "slow")
+    lab.ledger.add_findings(sweep.id, [(trial.id, 1, finding) for finding in (early, late, whole)])
     lab.ledger.begin_attempt(trial.id, "host", first_step=30)
-    assert lab.ask("select step from orch.findings where sweep = 'redone'") == [(10,)]
+    assert lab.ask("select step from orch.findings where sweep = 'redone' order by 1") == [(10,), (None,)]
     lab.ledger.begin_attempt(trial.id, "host", first_step=0)
     lab.end(trial)
     assert lab.ask("select verdict from orch.runs where sweep = 'redone'") == [("healthy",)]
@@ -296,11 +299,11 @@ def test_an_archived_sweep_is_in_no_view(lab: Lab) -> None:
     lab.log(trial, "loss", {0: 1.0})
     lab.ledger.add_findings(sweep.id, [(trial.id, 1, Finding("spike", Severity.INFO, "up"))])
     view_catalog.rebuild_sweep_view(lab.connection, "old")
-    counts = [lab.ask(f"select count(*) from orch.{view} where sweep like 'old%%'")[0][0] for view in CORE]
+    counts = [lab.ask(f"select count(*) from orch.{view} where sweep like 'old%'")[0][0] for view in CORE]
     assert counts == [1] * len(CORE)
     name = lab.ledger.archive(sweep.id)
     view_catalog.drop_sweep_view(lab.connection, "old")
-    assert [lab.ask(f"select count(*) from orch.{view} where sweep like 'old%%'")[0][0] for view in CORE] == [0] * 6
+    assert [lab.ask(f"select count(*) from orch.{view} where sweep like 'old%'")[0][0] for view in CORE] == [0] * 6
     assert lab.ask("select to_regclass('orch.sweep_old')") == [(None,)]
     with pytest.raises(NotFound):
         view_catalog.rebuild_sweep_view(lab.connection, name)

@@ -8,6 +8,7 @@
 --   metric, mode             the objective, and whether its minimum or its maximum is wanted
 --   experiment_id            MLflow's; null until there is one
 --   description, tags, created_at   the head comment of the file; its tags; when the sweep was made
+--   spec                     the resolved file: params with their domains, axes in the order of the file, search, ...
 create view orch.sweeps as
 select
     sweep.name as sweep,
@@ -30,7 +31,8 @@ select
     sweep.experiment_id,
     sweep.description,
     sweep.tags,
-    sweep.created_at
+    sweep.created_at,
+    sweep.spec
 from orch_ledger.sweeps as sweep
 left join orch.runs as run on run.sweep = sweep.name
 where sweep.archived_at is null

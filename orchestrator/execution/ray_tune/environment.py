@@ -18,6 +18,7 @@ TUNE_AND_RAY = {
     "RAY_enable_worker_prestart": "0",  # Tune never uses prestarted workers: they would only burn CPU
     "RAY_prestart_worker_first_driver": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",  # the new display prints a banner even when told to be silent
 }
 USAGE_STATISTICS = "RAY_USAGE_STATS_ENABLED"
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")

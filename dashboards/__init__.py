@@ -1,0 +1,1 @@
+"""One marimo app a question. The apps read the views of schema `orch` and nothing else; `orch ui` serves them."""

@@ -1,0 +1,250 @@
+"""A sweep from the file to the answer, with everything real but Ray: `orch sweep --inline` and what reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Orch
+
+GRID = """
+    # Does x matter?
+    workload: orch_lab:Trivial
+    metric: {name: val/loss, mode: min}
+    params:
+      x: {grid: [0, 1.0, 2.0]}
+      k: {grid: [1, 2]}
+    seeds: 2
+    log_every: 1
+"""
+
+ODD = """
+    workload: orch_lab:Odd
+    metric: {name: val/loss, mode: min}
+    params:
+      do: {grid: [%s]}
+    log_every: 1
+"""
+
+
+def test_a_grid_is_trained_and_answers_its_question(orch: Orch, name: str) -> None:
+    file = orch.sweep_file(GRID, name)
+    done = orch("sweep", file, "--inline")
+    assert "Does x matter?" in done.out
+    assert f"{name}: 12/12 finished" in done.out
+    rows = orch.rows(f'select k, count(*) as n, avg("val/loss") as mean from sweep_{name} group by 1 order by 1')
+    assert [row["n"] for row in rows] == [6, 6]
+    assert rows[1]["mean"] - rows[0]["mean"] == pytest.approx(0.01)  # the workload adds k / 100
+    best = json.loads(orch("best", name, "--format", "json").out)[0]
+    assert (best["x"], best["k"]) == (1.0, 1)
+    assert best["val/loss"] == pytest.approx(0.11)
+
+
+def test_every_point_is_in_mlflows_tables_once(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(GRID, name), "--inline")
+    rows = orch.rows(
+        f"select count(*) as n, count(distinct (run_id, key, step)) as d from metrics where sweep = '{name}'"
+    )
+    assert rows == [{"n": 12 * 10 * 5, "d": 12 * 10 * 5}]
+
+
+def test_a_finished_sweep_prints_its_comparison_again_and_an_existing_name_is_refused(orch: Orch, name: str) -> None:
+    file = orch.sweep_file(GRID, name)
+    orch("sweep", file, "--inline")
+    assert f"{name}: 12/12 finished" in orch("sweep", file, "--resume").out
+    refused = orch("sweep", file, expect=2)
+    assert f"orch sweep {file} --resume" in refused.err
+    assert "--name NEW_NAME" in refused.err
+    assert orch.rows(f"select trials from sweeps where sweep = '{name}'") == [{"trials": 12}]
+
+
+def test_another_spelling_continues_and_another_value_is_refused(orch: Orch, name: str) -> None:
+    text = "workload: orch_lab:Trivial\nmetric: val/loss\nparams: {x: %s}\n"
+    file = orch.sweep_file(text % "1e-3", name)
+    orch("sweep", file, "--inline")
+    file.write_text(text % "0.001")
+    orch("sweep", file, "--resume")
+    file.write_text(text % "0.002")
+    refused = orch("sweep", file, "--resume", expect=2)
+    assert "spec differs" in refused.err
+    assert "params.x: 0.001 -> 0.002" in refused.err
+    assert orch.rows(f"select count(*) as n from runs where sweep = '{name}'") == [{"n": 1}]
+
+
+def test_a_trial_that_raises_fails_with_its_traceback_and_the_rest_goes_on(orch: Orch, name: str) -> None:
+    done = orch("sweep", orch.sweep_file(ODD % "nothing, raise", name), "--inline", expect=1)
+    assert "a planted failure" in done.out
+    assert 'File "' in done.out  # the first traceback is shown at once
+    assert f"{name}: 1/2 finished (1 failed)" in done.out
+    rows = orch.rows(f"select state, error, reason from runs where sweep = '{name}' order by trial")
+    assert [row["state"] for row in rows] == ["finished", "failed"]
+    assert "RuntimeError: a planted failure" in rows[1]["error"]
+
+
+def test_all_trials_failing_is_exit_1_and_two_failed_runs(orch: Orch, name: str) -> None:
+    text = ODD % "raise" + "    seeds: 2\n"
+    done = orch("sweep", orch.sweep_file(text, name), "--inline", expect=1)
+    assert f"{name}: 0/2 finished (2 failed)" in done.out
+
+
+@pytest.mark.parametrize(("value", "meaning"), [("nan", "NaN"), ("inf", "Infinity")])
+def test_a_diverged_run_is_a_result_that_is_never_best(orch: Orch, name: str, value: str, meaning: str) -> None:
+    orch("sweep", orch.sweep_file(ODD % f"nothing, {value}", name), "--inline")
+    rows = orch.rows(f"select state, verdict, diverged_at, reason from runs where sweep = '{name}' order by trial")
+    assert (rows[1]["state"], rows[1]["verdict"], rows[1]["diverged_at"]) == ("diverged", "diverged", 2)
+    assert rows[1]["reason"] == f"val/loss is {value} at step 2"
+    last = orch.rows(f"select last from final_metrics where sweep = '{name}' and key = 'val/loss' order by trial")
+    assert last == [{"last": 0.25}, {"last": meaning}]
+    assert json.loads(orch("best", name, "--format", "json").out)[0]["trial"] == 0
+    below = json.loads(orch("runs", name, "--where", '"val/loss" < 1', "--format", "json").out)
+    assert [row["trial"] for row in below] == [0]
+    assert orch.rows(f"select min(last) as m from final_metrics where sweep = '{name}' and last < 1") == [{"m": 0.25}]
+
+
+def test_no_finite_run_means_best_exits_1(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(ODD % "nan", name), "--inline")
+    assert "no finite run" in orch("best", name, expect=1).err
+
+
+def test_stop_diverged_false_trains_on_but_stays_diverged(orch: Orch, name: str) -> None:
+    text = ODD % "nan" + "    stop: {diverged: false}\n"
+    orch("sweep", orch.sweep_file(text, name), "--inline")
+    row = orch.rows(f"select state, diverged_at, last_step from runs where sweep = '{name}'")
+    assert row == [{"state": "diverged", "diverged_at": 2, "last_step": 4}]
+
+
+def test_a_metric_that_is_no_number_fails_the_trial_and_is_named(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(ODD % "none, nothing", name), "--inline", expect=1)
+    rows = orch.rows(f"select state, reason from runs where sweep = '{name}' order by trial")
+    assert [row["state"] for row in rows] == ["failed", "finished"]
+    assert "'val/loss'" in rows[0]["reason"]
+
+
+def test_illegal_and_undeclared_metric_names_are_kept_with_a_warning(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(ODD % "odd_names", name), "--inline")
+    findings = orch.rows(f"select severity, message from findings where sweep = '{name}'")
+    assert len(findings) == 5
+    assert {row["severity"] for row in findings} == {"warning"}
+    assert orch.rows(f"select verdict from runs where sweep = '{name}'") == [{"verdict": "warning"}]
+    values = orch.rows(f"select max(last) as m from final_metrics where sweep = '{name}' and key not like '%loss'")
+    assert values == [{"m": 5.0}]
+
+
+def test_a_sweep_whose_first_trial_never_reports_the_objective_stops(orch: Orch, name: str) -> None:
+    text = (ODD % "silent").replace("val/loss", "load/1") + "    seeds: 5\n"
+    done = orch("sweep", orch.sweep_file(text, name), "--inline", expect=1)
+    assert "never reported 'load/1'; it reported other, train/loss" in done.out
+    rows = orch.rows(f"select state, count(*) as n from runs where sweep = '{name}' group by 1 order by 1")
+    assert rows == [{"state": "failed", "n": 1}, {"state": "waiting", "n": 4}]
+
+
+def test_an_artifact_of_a_diverged_run_can_be_loaded(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(ODD % "artifact", name), "--inline")
+    run_id = orch.rows(f"select run_id from runs where sweep = '{name}'")[0]["run_id"]
+    stored = list(Path(orch.env["ORCH_HOME"]).glob(f"artifacts/*/{run_id}*/**/last.bin"))
+    assert [file.read_bytes() for file in stored] == [b"weights"]
+
+
+def test_a_finding_with_nan_is_stored_and_makes_the_run_suspect(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(ODD % "finding", name), "--inline")
+    found = orch.rows(f"select check_name, severity, step, value, advice from findings where sweep = '{name}'")
+    expected = {"check_name": "planted", "severity": "error", "step": 2, "value": "NaN", "advice": "do something"}
+    assert found == [expected]
+    assert orch.rows(f"select verdict from runs where sweep = '{name}'") == [{"verdict": "suspect"}]
+
+
+def test_typed_nested_and_long_parameters_are_kept_whole(orch: Orch, name: str) -> None:
+    note = "a,b " + "x" * 6001
+    text = """
+        workload: orch_lab:Odd
+        metric: val/loss
+        params:
+          opt: {lr: {grid: [0.2]}}
+          hidden: {grid: [[300], [200, 100]]}
+    """
+    orch("sweep", orch.sweep_file(text, name), "--inline", "--set", f"params.note={note}")
+    rows = orch.rows(f'select "opt.lr", "opt.wd", hidden, length(note) as n from sweep_{name} order by trial')
+    assert rows[0] == {"opt.lr": 0.2, "opt.wd": 0.01, "hidden": [300], "n": 6005}
+    assert rows[1]["hidden"] == [200, 100]
+    where = orch("runs", name, "--where", "\"opt.lr\" = 0.2 and hidden = '[300]'", "--format", "json").out
+    assert len(json.loads(where)) == 1
+
+
+def test_numbers_in_exponent_form_sort_as_numbers(orch: Orch, name: str) -> None:
+    text = "workload: orch_lab:Odd\nmetric: val/loss\nparams: {x: {grid: [1.0e-3, 1.0e-5, 1.0e-4]}}\n"
+    orch("sweep", orch.sweep_file(text, name), "--inline")
+    rows = json.loads(orch("runs", name, "--sort", "x", "--format", "json").out)
+    assert [row["x"] for row in rows] == [1e-5, 1e-4, 1e-3]
+
+
+def test_an_optuna_search_runs_on_the_same_path(orch: Orch, name: str) -> None:
+    text = """
+        workload: orch_lab:Trivial
+        metric: val/loss
+        params: {x: {uniform: [-4, 4]}}
+        seeds: 2
+        search: {algorithm: optuna, samples: 8, seed: 1}
+    """
+    orch("sweep", orch.sweep_file(text, name), "--inline")
+    rows = orch.rows(f"select x, count(*) as n from sweep_{name} group by 1")
+    assert len(rows) == 8
+    assert {row["n"] for row in rows} == {2}
+
+
+def test_the_first_ctrl_c_marks_killed_and_resume_starts_a_second_attempt(orch: Orch, name: str) -> None:
+    file = orch.sweep_file(GRID, name)
+    slow = ("--set", "params.sleep_s=0.05", "--set", "params.steps=60")
+    process = orch.start("sweep", file, "--inline", *slow)
+    _wait_for_points(orch, name)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert f"orch sweep {file}" in output
+    assert "--resume" in output
+    before = orch.rows(f"select state, run_id from runs where sweep = '{name}' and state <> 'waiting'")
+    assert [row["state"] for row in before].count("killed") == 1
+    # Resuming needs the same question; the values that make it slow are part of it.
+    orch("sweep", file, "--inline", *slow, "--set", "params.sleep_s=0.05", "--resume", timeout_s=300)
+    killed = next(row["run_id"] for row in before if row["state"] == "killed")
+    after = orch.rows(f"select state, attempts from runs where run_id = '{killed}'")
+    assert after == [{"state": "finished", "attempts": 2}]
+    points = orch.rows(
+        f"select count(*) as n, count(distinct step) as steps, min(attempt) as a from metrics"
+        f" where run_id = '{killed}' and key = 'val/loss'"
+    )
+    assert points == [{"n": 60, "steps": 60, "a": 2}]
+
+
+def _wait_for_points(orch: Orch, name: str) -> None:
+    for _ in range(100):
+        done = orch("sql", f"select count(*) as n from metrics where sweep = '{name}'", "--format", "json", expect=None)
+        if done.code == 0 and json.loads(done.out)[0]["n"] > 20:
+            return
+        time.sleep(0.1)
+    pytest.fail("no points arrived")
+
+
+def test_rm_frees_the_name_and_purge_leaves_nothing(orch: Orch, name: str) -> None:
+    file = orch.sweep_file(GRID, name)
+    orch("sweep", file, "--inline")
+    assert "is free again" in orch("rm", name).out
+    assert "unknown sweep" in orch("runs", name, expect=2).err
+    orch("sweep", file, "--inline")
+    orch("rm", name, "--purge")
+    orch("sweep", file, "--inline")
+    assert orch.rows(f"select trials from sweeps where sweep = '{name}'") == [{"trials": 12}]
+
+
+def test_compare_shows_finite_means_only(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(ODD % "nothing, inf", name), "--inline", "--set", "seeds=2")
+    rows = json.loads(orch("compare", name, "--format", "json").out)
+    by_cell = {row["do"]: row for row in rows}
+    assert by_cell["nothing"]["val/loss"] == 0.25
+    assert by_cell["inf"]["val/loss"] is None
+    assert by_cell["inf"]["diverged"] == "2/2"
+    assert not any(isinstance(value, float) and not math.isfinite(value) for row in rows for value in row.values())
