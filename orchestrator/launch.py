@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shlex
 import signal
@@ -47,6 +48,12 @@ class SweepRequest:
     max_concurrent: int | None = None
     address: str | None = None
     inline: bool = False
+
+    @property
+    def all_overrides(self) -> Sequence[str]:
+        if self.max_concurrent is None:
+            return self.overrides
+        return [*self.overrides, f"resources.max_concurrent={self.max_concurrent}"]
 
     def command(self, *, resume: bool) -> str:
         """The command line that would do the same."""
@@ -112,9 +119,7 @@ def _described(domain: Domain) -> tuple[str, str]:
 
 def run_sweep(home: Path | None, request: SweepRequest, observer: Observer) -> SweepEnding:
     """Runs what is new or left of a sweep. Raises OrchError, with nothing started, when it cannot."""
-    spec = read_spec(request.spec, request.overrides, request.name)
-    if request.max_concurrent is not None:
-        spec = replace(spec, resources=replace(spec.resources, max_concurrent=request.max_concurrent))
+    spec = read_spec(request.spec, request.all_overrides, request.name)
     workload = describe(spec.workload)
     from orchestrator.ledger.store import Ledger
     from orchestrator.workspace import open_workspace
@@ -264,7 +269,7 @@ def _refuse_local_storage(workspace: Workspace) -> None:
 
 
 def _import_mlflow() -> None:
-    import mlflow.tracking  # noqa: F401
+    importlib.import_module("orchestrator.tracking.runs")
 
 
 def _create(ledger: Ledger, runs: Runs, spec: SweepSpec, workload: Description) -> SweepRow:
@@ -336,7 +341,7 @@ def _view_refresher(engine: Engine, sweep: str) -> Callable[[bool], None]:
         looked_at = time.monotonic()
         with borrowed(engine) as connection:
             if now or sweep_view_is_stale(connection, sweep):
-                rebuild_sweep_view(connection, sweep)
+                rebuild_sweep_view(connection, sweep, lock_wait_s=30.0 if now else 2.0)
 
     return refresh
 

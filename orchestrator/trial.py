@@ -109,6 +109,8 @@ class Outcome:
     reason: str = ""  # one line: why it diverged, failed or was stopped
     error: str = ""  # the traceback, when there is one
     failure: Failure = Failure.NONE
+    seconds: float | None = None  # of training, measured where it trained; None when that died with it
+    host: str = ""  # where it trained
 
 
 @dataclass(frozen=True)

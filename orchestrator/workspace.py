@@ -12,10 +12,9 @@ from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
-from orchestrator import __version__
+from orchestrator import __version__, ledger
 from orchestrator.database import reader, schema, view_catalog
 from orchestrator.database.connection import Database, open_database
-from orchestrator import ledger
 from orchestrator.reports.source import Query
 from orchestrator.settings import Home, Settings
 
@@ -65,6 +64,8 @@ def open_workspace(home_path: Path | None, *, allow_nonempty: bool = False) -> W
         expected_revision=_expected_revision,
         allow_nonempty=allow_nonempty,
     )
+    with database.connect("orch") as connection:
+        view_catalog.apply(connection)  # one short look, unless somebody dropped schema orch since
     return Workspace(settings, home, database)
 
 

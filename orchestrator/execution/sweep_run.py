@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -153,14 +154,20 @@ class SweepRun:
         else:
             run_id = trial.run_id
             not_before = self.runs.reopen(run_id, attempt_number)
-        attempt = self.ledger.begin_attempt(trial.id, self.placement.host, first_step=0, not_before=not_before)
+        attempt = self.ledger.begin_attempt(
+            trial.id,
+            self.placement.host,
+            not_before=not_before,
+            pid=os.getpid(),
+            git_commit=self.run_tags.get("orch.git_commit", ""),
+        )
         job = self._job(trial, attempt.number, run_id, _milliseconds(attempt.started_at))
         self._remember(trial.number, TrialState.RUNNING, None, run_id=run_id)
         self.observer.started(job)
         return job
 
     def _close(self, job: Job, outcome: Outcome) -> None:
-        self.ledger.finish(job.trial_id, job.attempt, outcome, host=self.placement.host, device=self.placement.device)
+        self.ledger.finish(job.trial_id, job.attempt, outcome, host=outcome.host, device=self.placement.device)
         self._remember(job.number, outcome.state, outcome)
         self._end_run(job, outcome)
         self.observer.ended(job, outcome, will_retry=False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import socket
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.execution.job import Job, Sink
@@ -119,7 +121,7 @@ class Keys:
 
 def run_trial(job: Job, sink: Sink) -> Outcome:
     """Trains one attempt to its end. Never raises for what the workload does: a trial may die, the sweep goes on."""
-    verdict = Verdict(job)
+    verdict, started = Verdict(job), time.monotonic()
     try:
         stopped = _train(job, sink, verdict)
         outcome = verdict.outcome(stopped)
@@ -130,7 +132,7 @@ def run_trial(job: Job, sink: Sink) -> Outcome:
     except Exception as error:  # the boundary between the user's code and ours: kept whole, shown, counted
         outcome = _failed(verdict, f"{type(error).__name__}: {error}", Failure.EXCEPTION, traceback.format_exc())
     sink.sync()
-    return outcome
+    return replace(outcome, seconds=time.monotonic() - started, host=socket.gethostname())
 
 
 class TrialTimeout(Exception):

@@ -114,6 +114,7 @@ class Attempt(Base):
     pid: Mapped[int | None] = mapped_column(Integer)
     failure: Mapped[str] = mapped_column(Text, server_default="")  # a Failure
     error: Mapped[str] = mapped_column(Text, server_default="")
+    seconds: Mapped[float | None] = mapped_column(DOUBLE_PRECISION)  # of training, measured where it trained
 
     __table_args__ = (Index("attempts_trial_id_number_key", "trial_id", "number", unique=True),)
 

@@ -89,6 +89,7 @@ class AttemptRow:
     pid: int | None
     failure: str
     error: str
+    seconds: float | None  # of training, where it was measured
 
 
 TRIAL_COLUMNS = ", ".join(f"trials.{field.name}" for field in fields(TrialRow))
@@ -173,7 +174,8 @@ BEGIN_ATTEMPT = text(
 # An attempt that was marked killed may still be finished by its own worker; a lost one is another's by now.
 CLOSE_ATTEMPT = """
     update orch_ledger.attempts
-    set state = :state, ended_at = clock_timestamp(), failure = :failure, error = :error
+    set state = :state, ended_at = clock_timestamp(), failure = :failure, error = :error,
+        seconds = :seconds
     where trial_id = :trial_id and number = :attempt and state in ('running', 'killed', :state)
     returning trial_id
 """
@@ -626,6 +628,7 @@ def _outcome_values(trial_id: int, attempt: int, outcome: Outcome) -> dict[str, 
         "reason": outcome.reason,
         "error": outcome.error,
         "failure": outcome.failure.value,
+        "seconds": outcome.seconds,
     }
 
 

@@ -54,8 +54,12 @@ from orch_ledger.sweeps as sweep
 join orch_ledger.trials as trial on trial.sweep_id = sweep.id
 cross join lateral (
     select
-        sum(extract(epoch from coalesce(attempt.ended_at, clock_timestamp()) - attempt.started_at))::double precision
-            as seconds
+        sum(
+            coalesce(
+                attempt.seconds,
+                extract(epoch from coalesce(attempt.ended_at, clock_timestamp()) - attempt.started_at)
+            )
+        )::double precision as seconds
     from orch_ledger.attempts as attempt
     where attempt.trial_id = trial.id
 ) as spent

@@ -71,7 +71,8 @@ create table orch_ledger.attempts (
     host text not null default '',
     pid integer,
     failure text not null default '',
-    error text not null default ''
+    error text not null default '',
+    seconds double precision
 )
 """
 

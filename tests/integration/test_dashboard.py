@@ -1,0 +1,103 @@
+"""The dashboard in a real browser, and the rules by which it draws."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from playwright.sync_api import expect
+
+from dashboards import overview
+
+NAN = math.nan
+CROSS = 'svg.marks path[stroke="#c23b3b"]'
+LEGEND = "svg.marks .role-legend-title"
+
+
+def test_the_dashboard_shows_a_sweep_its_curves_and_links_and_keeps_what_was_picked(
+    page_lab: Any, ui: Any, watched: Any
+) -> None:
+    page = watched.page
+    page.goto(ui.dashboards)
+    expect(page.locator("table.orch-sweeps tr", has_text="lab")).to_contain_text(["Does it run?"])
+    expect(page.get_by_label("metric")).to_contain_text("val/mse")  # the sweep's own
+    expect(page.locator(LEGEND)).to_have_text("c_z")  # its first axis
+    expect(page.locator(CROSS)).to_have_count(1)  # trial 1 diverged
+
+    page.get_by_label("colour by").select_option(label="k")
+    expect(page.locator(LEGEND)).to_have_text("k")
+    page.get_by_text("mean over seeds").click()
+    page.get_by_role("switch").click()
+    expect(page.locator("svg.marks .mark-area path").first).to_be_attached()  # the band
+
+    link = page.get_by_role("link", name="run", exact=True).first
+    experiment_id = page_lab.ledger.find_sweep("lab").experiment_id
+    assert link.get_attribute("href").startswith(
+        f"{ui.mlflow}/#/experiments/{experiment_id}/runs/{page_lab.run_ids[0]}"
+    )
+    page.get_by_text("NaN", exact=True).wait_for()  # the diverged run's last value is said, not drawn
+
+    newer = page_lab.add_sweep("newer")
+    page_lab.run_trial(newer, {"c_z": 0.0, "k": 1, "seed": 0}, {10: 1.0})
+    page.locator("table.orch-sweeps tr", has_text="newer").wait_for()  # by itself
+    expect(page.get_by_label("sweep")).to_have_value("lab")
+    expect(page.locator(LEGEND)).to_have_text("k")
+
+    assert page.title() == "orch"  # a description's <script> is text
+    assert watched.blocked == []
+    assert watched.errors == []
+
+
+def curves_of(*values_of_trials: list[float], state: str = "finished") -> dict[str, Any]:
+    """Trials of one configuration that differ in their seed and report at the steps 0, 1, 2, ..."""
+    trials = [
+        {
+            "trial": number,
+            "run_id": f"run{number}",
+            "state": "diverged" if NAN in values else state,
+            "params": {"c_z": 0.1, "seed": number},
+            "diverged_at": values.index(NAN) if NAN in values else None,
+            "last_step": len(values) - 1,
+        }
+        for number, values in enumerate(values_of_trials)
+    ]
+    points = [
+        {"trial": number, "step": step, "value": value}
+        for number, values in enumerate(values_of_trials)
+        for step, value in enumerate(values)
+    ]
+    return {"metric": "loss", "trials": trials, "drawn": [trial["trial"] for trial in trials], "points": points}
+
+
+def test_a_curve_breaks_where_a_value_is_not_finite_and_none_is_drawn_as_a_number() -> None:
+    segments, steps = overview.finite_segments([(0, 1.0), (1, math.inf), (2, NAN), (3, 2.0)])
+    assert segments == [[(0, 1.0)], [(3, 2.0)]]
+    assert steps == [1]
+
+
+def test_a_diverged_trial_ends_with_a_mark_at_its_step_and_at_the_height_of_its_last_finite_value() -> None:
+    points, [mark] = overview.trial_lines(curves_of([1.0, 5.0, NAN]), "c_z")
+    assert [point["value"] for point in points] == [1.0, 5.0]
+    assert (mark["step"], mark["value"], mark["what"]) == (2, 5.0, "diverged at step 2")
+
+
+def test_a_trial_that_was_never_finite_is_named_instead_of_drawn() -> None:
+    curves = curves_of([1.0, 1.0], [NAN])
+    points, marks = overview.trial_lines(curves, "c_z")
+    assert marks == []
+    assert overview.chart_notes(curves, points, marks, False) == "Never finite, so not drawn: trial 1."
+
+
+def test_a_mean_over_seeds_ends_where_one_of_them_diverges() -> None:
+    means, marks = overview.mean_lines(curves_of([1.0, 2.0, 3.0], [3.0, 4.0, NAN]), "c_z")
+    assert [(point["step"], point["value"], point["low"], point["high"]) for point in means] == [
+        (0, 2.0, 1.0, 3.0),
+        (1, 3.0, 2.0, 4.0),
+    ]
+    assert [mark["step"] for mark in marks] == [2]
+
+
+def test_an_axis_that_holds_text_and_numbers_is_text_throughout() -> None:
+    curves = curves_of([1.0], [1.0])
+    curves["trials"][0]["params"]["c_z"] = "auto"
+    assert overview.axis_values(curves, "c_z") == {0: "auto", 1: "0.1"}
