@@ -530,7 +530,7 @@ def _():
         "axis": None,
         "metric": None,
         "lines": None,
-    }  # by the person; survives a picker that is made anew
+    }  # survives a picker that is made anew
     known = {}  # the last good answers and what they answered
     return (
         chosen,
@@ -568,9 +568,10 @@ def _(get_sweeps, get_trouble):
 @app.cell
 def _(chosen, get_names):
     names = get_names()
+    chosen["sweep"] = pick(chosen["sweep"], names, None)  # a sweep that starts later does not take its place
     sweep_picker = mo.ui.dropdown(
         options=names,
-        value=pick(chosen["sweep"], names, None),
+        value=chosen["sweep"],
         label="sweep",
         on_change=lambda value: chosen.update(sweep=value),
         allow_select_none=False if names else None,

@@ -25,6 +25,7 @@ START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 8.0
 POLL_S = 0.1
 DASHBOARD = "overview.py"
+MLFLOW_SESSION = "orch ui (MLflow)"  # what MLflow's connections are called in pg_stat_activity
 WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 LOG_TAIL_BYTES = 20_000
@@ -104,6 +105,7 @@ def _mlflow(workspace: Workspace, host: str, port: int) -> Server:
     flags = ["--host", host, "--port", str(port), "--workers", "1", "--default-artifact-root", root]
     environment = {
         "MLFLOW_BACKEND_STORE_URI": workspace.database.mlflow_uri,
+        "PGAPPNAME": MLFLOW_SESSION,
         "MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "2",
         "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "1",  # 0 counts as not set, and SQLAlchemy's default is 10
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -8,16 +8,18 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.errors import NotFound
 from orchestrator.execution.job import Job
 from orchestrator.ledger.store import Ledger, SweepRow, TrialRow
 from orchestrator.search.searcher import Searcher
 from orchestrator.spec.sweep_spec import SweepSpec
-from orchestrator.tracking.runs import Runs
 from orchestrator.trial import Candidate, Failure, Outcome, Told, TrialState, config_hash, jsonable
 from orchestrator.workload import Description, flatten
+
+if TYPE_CHECKING:  # MLflow takes a second to import: a finished sweep is shown without it
+    from orchestrator.tracking.runs import Runs
 
 RETRYABLE = (Failure.WORKER_DEATH, Failure.TIMEOUT)
 

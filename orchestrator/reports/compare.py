@@ -34,7 +34,7 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
     rows = [
         [*(label if len(facts) > 1 else label[1:]), *_cell_row(records, wanted)] for label, records in cells.values()
     ]
-    return Table(columns, rows, title=facts[0].description if len(facts) == 1 else "", notes=_notes(cells))
+    return Table(columns, rows, title=facts[0].question if len(facts) == 1 else "", notes=_notes(cells))
 
 
 def _check_axes(axes: Sequence[str], record: Record, facts: SweepFacts) -> None:
@@ -80,6 +80,7 @@ def effects(query: Query, sweep: str, metrics: Sequence[str] | None = None) -> T
         for axis in facts.cell_axes
         for row in _axis_rows(axis, [one for one in records if axis in one["params"]], wanted)
     ]
+    rows = [row for row in rows if row[2]]
     return Table(["axis", "change", "pairs", *wanted, "diverged"], rows, title="What each axis changes, all else equal")
 
 

@@ -29,7 +29,7 @@ def runs(
     text += f" order by {_order(sort or 'trial', descending)}"
     text += f" limit {int(limit)}" if limit is not None else ""
     names, rows = query(text)
-    return Table(names, rows, title=facts.description)
+    return Table(names, rows, title=facts.question)
 
 
 def _order(column: str, descending: bool) -> str:

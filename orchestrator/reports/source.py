@@ -19,6 +19,7 @@ class SweepFacts:
     name: str
     workload: str
     description: str
+    question: str  # the description's first line
     metric: str
     mode: str
     state: str
@@ -50,6 +51,7 @@ def sweep_facts(query: Query, name: str) -> SweepFacts:
         name=row["sweep"],
         workload=row["workload"],
         description=row["description"] or "",
+        question=(row["description"] or "").split("\n")[0],
         metric=row["metric"],
         mode=row["mode"],
         state=row["state"],

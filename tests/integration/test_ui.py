@@ -67,9 +67,9 @@ def test_no_password_is_on_a_command_line_or_in_a_log_and_the_connections_are_fe
     for name in ("mlflow", "dashboards"):
         assert password not in (page_lab.home.path / "logs" / f"{name}.log").read_text()
     with page_lab.database.connect("orch-tests") as connection:
-        query = "select count(*) from pg_stat_activity where datname = current_database() and application_name = ''"
-        [[num_of_mlflow]] = connection.execute(query).fetchall()
-    assert num_of_mlflow <= 3
+        query = "select count(*) from pg_stat_activity where datname = current_database() and application_name = %s"
+        [[num_connections]] = connection.execute(query, [serve.MLFLOW_SESSION]).fetchall()
+    assert 1 <= num_connections <= 3
 
 
 def test_ctrl_c_stops_both_with_their_workers_and_leaves_the_database_up(page_lab: Any, ui_on: Any) -> None:
