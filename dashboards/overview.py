@@ -106,7 +106,7 @@ with app.setup:
                 lead(step) over by_step is null as is_last,
                 abs(value) < 'Infinity' as is_finite,
                 coalesce(lag(abs(value) < 'Infinity') over by_step, true) as was_finite,
-                count(*) over () as total
+                count(*) filter (where trial = any(%(drawn)s)) over () as total
             from orch.metrics
             where sweep = %(sweep)s and key = %(metric)s
             window by_step as (partition by trial order by step)
@@ -473,7 +473,7 @@ def trial_rows(curves, axes, experiment_id):
                 "trial": trial["trial"],
                 "MLflow": mlflow_link(experiment_id, trial["run_id"]) if trial["run_id"] else None,
                 "state": trial["state"],
-                "verdict": trial["verdict"],
+                "verdict": trial["verdict"] or "",
                 **{axis: trial["params"].get(axis) for axis in axes},
                 f"last {curves['metric']}": None if point is None else point["value"],
                 "at step": None if point is None else point["step"],

@@ -28,6 +28,7 @@ DASHBOARD = "overview.py"
 MLFLOW_SESSION = "orch ui (MLflow)"  # what MLflow's connections are called in pg_stat_activity
 WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+LOG_LIMIT_BYTES = 5_000_000  # a log that is longer at a start begins anew
 LOG_TAIL_BYTES = 20_000
 
 
@@ -106,7 +107,8 @@ def _mlflow(workspace: Workspace, host: str, port: int) -> Server:
     environment = {
         "MLFLOW_BACKEND_STORE_URI": workspace.database.mlflow_uri,
         "PGAPPNAME": MLFLOW_SESSION,
-        "MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "2",
+        # MLflow opens two pools, for runs and for models; one call may need two connections. So 2 when idle, 4 at most.
+        "MLFLOW_SQLALCHEMYSTORE_POOL_SIZE": "1",
         "MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW": "1",  # 0 counts as not set, and SQLAlchemy's default is 10
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": os.environ.get("MLFLOW_DISABLE_TELEMETRY", "true"),
@@ -153,7 +155,9 @@ def _running(servers: Sequence[Server]) -> Iterator[list[Child]]:
 
 def _started(server: Server) -> subprocess.Popen[bytes]:
     """In a process group of its own: a Ctrl-C reaches only us, and stopping the group stops its workers too."""
-    with server.log.open("wb") as log:  # of this start only, so that its end tells why it died
+    if server.log.exists() and server.log.stat().st_size > LOG_LIMIT_BYTES:
+        os.truncate(server.log, 0)
+    with server.log.open("ab") as log:  # two `orch ui` may share it
         return subprocess.Popen(
             server.command,
             env={**_inherited_environment(), **server.environment},

@@ -15,11 +15,12 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 import pytest
 
@@ -237,6 +238,9 @@ def ray_orch(orch: Orch, home: Home) -> Iterator[Orch]:
     try:
         yield Orch({**env, "RAY_ADDRESS": f"127.0.0.1:{port}"}, orch.folder)
     finally:
-        os.killpg(head.pid, signal.SIGTERM)
+        family = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         head.wait(timeout=30)
         shutil.rmtree(folder, ignore_errors=True)

@@ -99,7 +99,8 @@ class SweepRun:
         return None
 
     def exhausted(self) -> bool:
-        return self._searched_out and not any(row.state == TrialState.WAITING for row in self.trials.values())
+        unfinished = (TrialState.WAITING, TrialState.RUNNING)  # a running trial may come back for another attempt
+        return self._searched_out and not any(row.state in unfinished for row in self.trials.values())
 
     def ended(self, job: Job, outcome: Outcome) -> None:
         if self._deserves_retry(job, outcome):

@@ -38,7 +38,7 @@ FLAGS = [
 ]
 COLUMNS = {"c_z": "double precision", "k": "bigint", "seed": "bigint"}
 QUESTION = "<script>document.title = 'pwned'</script> Does it run?"
-UP_TIMEOUT_S = 90.0
+BROWSER_TIMEOUT_MS = 30_000  # only failures wait that long
 
 
 @dataclass
@@ -202,8 +202,9 @@ def chromium() -> Iterator[Browser]:
         if os.environ.get("CI") == "true":
             pytest.fail(message)
         pytest.skip(message)
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=BROWSER_TIMEOUT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
         yield browser
@@ -238,7 +239,7 @@ class WatchedPage:
 @pytest.fixture
 def watched(chromium: Browser) -> Iterator[WatchedPage]:
     page = chromium.new_page(viewport={"width": 1280, "height": 1000})
-    page.set_default_timeout(30_000)  # two busy cores
+    page.set_default_timeout(BROWSER_TIMEOUT_MS)
     watched = WatchedPage(page)
     watched.watch()
     yield watched

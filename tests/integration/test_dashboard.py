@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from playwright.sync_api import expect
 
 from dashboards import overview
+from orchestrator.database.connection import Database
 
 NAN = math.nan
 CROSS = 'svg.marks path[stroke="#c23b3b"]'
@@ -46,6 +49,38 @@ def test_the_dashboard_shows_a_sweep_its_curves_and_links_and_keeps_what_was_pic
     assert page.title() == "orch"  # a description's <script> is text
     assert watched.blocked == []
     assert watched.errors == []
+
+
+def test_the_dashboard_says_that_the_database_is_away_and_goes_on_when_it_is_back(
+    page_lab: Any, ui: Any, watched: Any
+) -> None:
+    page = watched.page
+    page.goto(ui.dashboards)
+    page.locator("table.orch-sweeps tr", has_text="lab").wait_for()
+    page.get_by_role("combobox").first.select_option("2s")
+    with closed_to_newcomers(page_lab.database):
+        expect(page.get_by_role("alert")).to_contain_text("The database does not answer")
+        assert "password" not in page.get_by_role("alert").inner_text()
+        expect(page.locator("table.orch-sweeps tr", has_text="lab")).to_have_count(1)  # what was read stays
+    page.get_by_role("alert").wait_for(state="detached")
+    page_lab.add_sweep("afterwards")
+    page.locator("table.orch-sweeps tr", has_text="afterwards").wait_for()
+    assert watched.errors == []
+
+
+@contextmanager
+def closed_to_newcomers(database: Database) -> Iterator[None]:
+    """The server refuses new connections to this database, as while it starts or stops."""
+
+    def allow(word: str) -> None:
+        with database.beside("postgres").connect("orch-tests", autocommit=True) as connection:
+            connection.execute(f'alter database "{database.name}" with allow_connections {word}')
+
+    allow("false")
+    try:
+        yield
+    finally:
+        allow("true")
 
 
 def curves_of(*values_of_trials: list[float], state: str = "finished") -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,3 +93,35 @@ class Odd:
         if config.do == "finding":
             context.finding(Finding("planted", Severity.ERROR, "seen", "do something", step=2, value=math.nan))
         return metrics
+
+
+class Witness:
+    """Tells where and how it runs, and dies on its first attempt when asked to."""
+
+    class Config(WorkloadConfig):
+        seed: int = 0
+        sleep_s: float = 0.1
+        die_on_attempt: int = 0
+
+    metrics = ("pid", "niceness", "threads", "torch_imported", "num_gpus", "gpu", "began", "ended", "attempt")
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        began = time.time()
+        if context.attempt == config.die_on_attempt:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(config.sleep_s)
+        gpus = [index for index in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if index]
+        yield Report(
+            1,
+            {
+                "pid": os.getpid(),
+                "niceness": os.nice(0),
+                "threads": float(os.environ.get("OMP_NUM_THREADS", "nan")),
+                "torch_imported": float("torch" in sys.modules),
+                "num_gpus": len(gpus),
+                "gpu": float(gpus[0]) if gpus else -1,
+                "began": began,
+                "ended": time.time(),
+                "attempt": context.attempt,
+            },
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 import shutil
 import time
 import uuid
@@ -10,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray import tune
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.schedulers import FIFOScheduler
@@ -77,9 +78,14 @@ def _outcome_of_dead_worker(job: Job, ran_s: float, error: str) -> Outcome:
     if job.trial_time_s and ran_s >= job.trial_time_s + SILENCE_GRACE_S:
         reason = f"no report within trial_time = {job.trial_time_s:g} s; its worker was ended"
         return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.TIMEOUT)
-    last_line = next((line for line in reversed(error.strip().split("\n")) if line.strip()), "")
-    reason = f"the worker process died: {last_line}" if last_line else "the worker process died"
-    return Outcome(TrialState.FAILED, reason=reason[:500], error=error, failure=Failure.WORKER_DEATH)
+    if "creation task" in error or "died" not in error:  # Ray's words when a worker's set-up raised
+        last_line = next((line for line in reversed(error.strip().split("\n")) if line.strip()), "no reason given")
+        reason = f"the worker could not start: {last_line}"[:500]
+        return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.EXCEPTION)
+    kind = re.search(r"exit type: (\w+)", error)
+    cause = {"NODE_OUT_OF_MEMORY": "its node ran out of memory"}.get(kind[1] if kind else "", "killed, or a crash")
+    reason = f"the worker process died ({cause})"
+    return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.WORKER_DEATH)
 
 
 class Slots(FIFOScheduler):  # type: ignore[misc]
@@ -146,6 +152,8 @@ def run_on_ray(
 
     Returns what the recorders could not write in time. Call from the main thread, connected to `cluster`.
     """
+    for noisy in ("ray.tune", "ray.air"):  # what they print as errors is a trial's outcome here, told once
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     recorders = Recorders(f"recorder-{uuid.uuid4().hex[:8]}", database_url, journal_folder)
     recorders.ensure([node.node_id for node in cluster.nodes])
     searcher = JobSearcher(feed, recorders.prefix)
@@ -179,7 +187,3 @@ def _tuner(searcher: JobSearcher, slots: Slots, storage: Path, num_workers: int,
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
     )
-
-
-def is_connected() -> bool:
-    return bool(ray.is_initialized())

@@ -17,7 +17,7 @@ TUNE_AND_RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a trial without a GPU share sees no GPU
     "RAY_enable_worker_prestart": "0",  # Tune never uses prestarted workers: they would only burn CPU
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_DEDUP_LOGS": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # Ray would print every worker death to stdout; we tell it once, as an outcome
     "RAY_AIR_NEW_OUTPUT": "0",  # the new display prints a banner even when told to be silent
 }
 USAGE_STATISTICS = "RAY_USAGE_STATS_ENABLED"

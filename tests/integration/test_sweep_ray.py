@@ -1,0 +1,141 @@
+"""Sweeps on real Ray workers: warm processes, deaths, time limits, signals, fractional GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.conftest import Orch
+
+WITNESS = """
+    workload: orch_lab:Witness
+    metric: {name: ended, mode: max}
+    params: {sleep_s: %s}
+    seeds: %d
+"""
+
+
+def columns_of(orch: Orch, name: str) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = orch.rows(f"select * from sweep_{name} order by trial")
+    return rows
+
+
+def test_two_warm_workers_train_all_trials(ray_orch: Orch, name: str) -> None:
+    ray_orch("sweep", ray_orch.sweep_file(WITNESS % ("0.1", 10), name))
+    rows = columns_of(ray_orch, name)
+    assert [row["state"] for row in rows] == ["finished"] * 10
+    assert len({row["pid"] for row in rows}) == 2
+    assert {row["threads"] for row in rows} == {1.0}
+    assert {row["niceness"] for row in rows} == {1.0}
+    assert {row["torch_imported"] for row in rows} == {0.0}  # nothing of ours brings torch to a workload without it
+    assert {row["num_gpus"] for row in rows} == {0.0}  # no share, no device
+
+
+def test_a_local_ray_lives_for_the_sweep_only(orch: Orch, name: str) -> None:
+    process = orch.start("sweep", orch.sweep_file(WITNESS % ("0.3", 4), name))
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert f"{name}: 4/4 finished" in output
+    left = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True).stdout
+    assert left == ""
+
+
+def test_a_dead_worker_costs_one_attempt_and_the_sweep_goes_on(ray_orch: Orch, name: str) -> None:
+    text = WITNESS % ("0.1", 3) + "    retries: 1\n"
+    file = ray_orch.sweep_file(text.replace("sleep_s: 0.1", "sleep_s: 0.1, die_on_attempt: {grid: [0, 1]}"), name)
+    ray_orch("sweep", file)
+    rows = ray_orch.rows(
+        f"select state, attempts, count(*) as n from runs where sweep = '{name}' group by 1, 2 order by 2"
+    )
+    assert rows == [{"state": "finished", "attempts": 1, "n": 3}, {"state": "finished", "attempts": 2, "n": 3}]
+
+
+def test_a_dead_worker_without_retries_is_a_failed_trial_that_says_so(ray_orch: Orch, name: str) -> None:
+    text = (WITNESS % ("0.1", 1)).replace("sleep_s: 0.1", "sleep_s: 0.1, die_on_attempt: {grid: [0, 1]}")
+    done = ray_orch("sweep", ray_orch.sweep_file(text, name), expect=1)
+    assert f"{name}: 1/2 finished (1 failed)" in done.out
+    rows = ray_orch.rows(f"select state, reason from runs where sweep = '{name}' order by trial")
+    assert rows[1]["state"] == "failed"
+    assert rows[1]["reason"] == "the worker process died (killed, or a crash)"
+
+
+def test_a_trial_past_its_time_fails_at_its_next_report_or_with_its_worker(ray_orch: Orch, name: str) -> None:
+    text = """
+        workload: orch_lab:Odd
+        metric: val/loss
+        params: {do: {grid: [nothing, hang]}}
+        log_every: 1
+        resources: {trial_time: 2s}
+    """
+    ray_orch("sweep", ray_orch.sweep_file(text, name), expect=1)
+    rows = ray_orch.rows(f"select state, reason from runs where sweep = '{name}' order by trial")
+    assert rows[0]["state"] == "finished"
+    assert rows[1] == {"state": "failed", "reason": "no report within trial_time = 2 s; its worker was ended"}
+
+
+def test_ctrl_c_in_a_terminal_stops_marks_and_says_how_to_go_on(orch: Orch, name: str) -> None:
+    file = orch.sweep_file(WITNESS % ("1.0", 6), name)
+    process = orch.start("sweep", file, "--max-concurrent", "2")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("1/6"):
+            break
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does: the whole group gets it
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert f"orch sweep {file} --resume" in output
+    states = {row["state"] for row in orch.rows(f"select distinct state from runs where sweep = '{name}'")}
+    assert "running" not in states
+    assert "waiting" in states
+    done = orch("sweep", file, "--resume")
+    assert f"{name}: 6/6 finished" in done.out
+    runs = orch.rows(f"select count(*) as n, count(distinct run_id) as d from runs where sweep = '{name}'")
+    assert runs == [{"n": 6, "d": 6}]
+
+
+def test_gpu_shares_never_span_two_devices(ray_orch: Orch, name: str) -> None:
+    text = WITNESS % ("1.5", 6) + "    resources: {cpu: 0.1, gpu: 0.4}\n"
+    ray_orch("sweep", ray_orch.sweep_file(text, name), timeout_s=300)
+    rows = columns_of(ray_orch, name)
+    assert {row["num_gpus"] for row in rows} == {1.0}
+    moments = sorted(row["began"] for row in rows)
+    together = [[row for row in rows if row["began"] <= moment < row["ended"]] for moment in moments]
+    assert max(map(len, together)) <= 4
+    assert max(sum(row["gpu"] == device for row in group) for group in together for device in (0.0, 1.0)) <= 2
+
+
+def test_more_than_the_cluster_has_is_refused_within_seconds(ray_orch: Orch, name: str) -> None:
+    started = time.monotonic()
+    for resources, words in (("{gpu: 3}", "needs 3 GPU, have 2"), ("{cpu: 8}", "needs 8 CPUs")):
+        text = WITNESS % ("0.1", 1) + f"    resources: {resources}\n"
+        assert words in ray_orch("sweep", ray_orch.sweep_file(text, name), expect=2).err
+    assert time.monotonic() - started < 40
+    assert ray_orch.rows(f"select count(*) as n from sweeps where sweep = '{name}'") == [{"n": 0}]
+
+
+def test_json_lines_tell_a_machine_everything(ray_orch: Orch, name: str) -> None:
+    done = ray_orch("sweep", ray_orch.sweep_file(WITNESS % ("0.0", 3), name), "--json")
+    events = [json.loads(line) for line in done.out.strip().split("\n")]
+    assert [event["event"] for event in events].count("ended") == 3
+    assert events[0] == {"event": "sweep", "sweep": name, "trials": 3, "done": 0, "workers": 2}
+    assert events[-1]["event"] == "end"
+    assert events[-1]["exit_code"] == 0
+    assert events[-1]["counts"] == {"finished": 3}
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "attribute"),
+    [
+        ("ray.tune.execution.tune_controller", "TuneController", "_maybe_reuse_cached_actor"),
+        ("ray.tune.utils.object_cache", "_ObjectCache", "increase_max"),
+    ],
+)
+def test_the_private_names_of_ray_that_we_touch_are_still_there(module: str, owner: str, attribute: str) -> None:
+    import importlib
+
+    assert hasattr(getattr(importlib.import_module(module), owner), attribute)
