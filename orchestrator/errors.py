@@ -44,6 +44,20 @@ class DatabaseUnavailable(OrchError):
     """No PostgreSQL answers, or the one that answers cannot be used. Never contains a password."""
 
 
+class DatabaseLost(DatabaseUnavailable):
+    """The database went away while a sweep ran, and did not come back in time. What was trained is safe on disk."""
+
+    exit_code = 1
+
+
+class PlaceUnusable(OrchError):
+    """A folder that orch must write cannot be made or written, or its disk is full."""
+
+
+class WorkloadBroken(OrchError):
+    """The class the user named cannot be used; the message holds the original traceback when its import raised."""
+
+
 class ResourceError(OrchError):
     """The request asks for more than the cluster can ever give."""
 

@@ -171,7 +171,10 @@ def _start(
     from orchestrator.tracking.experiments import check_experiment_name
 
     ledger = Ledger(engine)
-    if existing is None:
+    if existing is not None:
+        with ledger.hold(existing.id):
+            pass  # somebody else's sweep is refused before Ray is started; it is taken for good below
+    else:
         with workspace.database.connect("orch sweep") as connection:
             check_experiment_name(connection, spec.name, workspace.database.masked_mlflow_uri)
     mlflow_import = threading.Thread(target=_import_mlflow, daemon=True)
@@ -180,14 +183,14 @@ def _start(
         from orchestrator.tracking.runs import Runs
 
         runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
-        sweep = existing or _create(ledger, runs, spec, workload)
+        sweep = existing or create_sweep(ledger, runs, spec, workload)
         with ledger.hold(sweep.id):
-            refresh_views = _view_refresher(engine, sweep.name)
-            run = _open_run(ledger, runs, spec, workload, sweep, observer, backend, refresh_views)
+            refresh_views = view_refresher(engine, sweep.name)
+            run = open_run(ledger, runs, spec, workload, sweep, observer, backend, refresh_views)
             signals.arm(run.interrupt)
             observer.opened(run, max(plan_count(spec), len(run.trials)), backend.num_workers)
             remainders = backend.run(run)
-            code = _settle(ledger, sweep, run, remainders)
+            code = settle(ledger, sweep, run, remainders)
     ending = _ending(workspace.query, sweep.name, request, code)
     return replace(ending, remarks=[*_remarks(run, remainders), *ending.remarks])
 
@@ -272,7 +275,7 @@ def _import_mlflow() -> None:
     importlib.import_module("orchestrator.tracking.runs")
 
 
-def _create(ledger: Ledger, runs: Runs, spec: SweepSpec, workload: Description) -> SweepRow:
+def create_sweep(ledger: Ledger, runs: Runs, spec: SweepSpec, workload: Description) -> SweepRow:
     """The sweep's experiment, then its row; a crash between the two leaves an experiment that is ours to take."""
     experiment_id = runs.get_or_create_experiment(spec.name, {"orch.sweep": spec.name, "orch.workload": spec.workload})
     return ledger.create_sweep(
@@ -289,7 +292,7 @@ def _create(ledger: Ledger, runs: Runs, spec: SweepSpec, workload: Description) 
     )
 
 
-def _open_run(
+def open_run(
     ledger: Ledger,
     runs: Runs,
     spec: SweepSpec,
@@ -327,7 +330,7 @@ def _open_run(
     return run
 
 
-def _view_refresher(engine: Engine, sweep: str) -> Callable[[bool], None]:
+def view_refresher(engine: Engine, sweep: str) -> Callable[[bool], None]:
     """Rebuilds the sweep's view when new metric keys have appeared, at most every ten seconds, or when told to."""
     from orchestrator.database.borrow import borrowed
     from orchestrator.database.view_catalog import rebuild_sweep_view, sweep_view_is_stale
@@ -346,7 +349,7 @@ def _view_refresher(engine: Engine, sweep: str) -> Callable[[bool], None]:
     return refresh
 
 
-def _settle(ledger: Ledger, sweep: SweepRow, run: SweepRun, remainders: Sequence[Remainder]) -> int:
+def settle(ledger: Ledger, sweep: SweepRow, run: SweepRun, remainders: Sequence[Remainder]) -> int:
     """Writes how the sweep ended and returns the command's exit code."""
     from orchestrator.ledger.models import SweepState
 

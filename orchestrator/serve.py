@@ -24,7 +24,9 @@ from orchestrator.workspace import Workspace, open_workspace
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 8.0
 POLL_S = 0.1
+ANSWER_TIMEOUT_S = 10.0
 DASHBOARD = "overview.py"
+MLFLOW_READY = "/api/2.0/mlflow/experiments/search?max_results=1"  # unlike /health it opens the database
 MLFLOW_SESSION = "orch ui (MLflow)"  # what MLflow's connections are called in pg_stat_activity
 WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
@@ -114,7 +116,7 @@ def _mlflow(workspace: Workspace, host: str, port: int) -> Server:
         "MLFLOW_DISABLE_TELEMETRY": os.environ.get("MLFLOW_DISABLE_TELEMETRY", "true"),
     }
     command = [sys.executable, "-m", "mlflow", "server", *flags, "--no-serve-artifacts"]
-    return Server("MLflow", command, environment, host, port, "/health", _log_file(workspace, "mlflow"))
+    return Server("MLflow", command, environment, host, port, MLFLOW_READY, _log_file(workspace, "mlflow"))
 
 
 def _dashboards(workspace: Workspace, host: str, port: int, mlflow_url: str) -> Server:
@@ -220,7 +222,7 @@ def _is_up(server: Server, child: subprocess.Popen[bytes], stop: StopRequest) ->
 def _answers(url: str) -> bool:
     no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach our loopback
     try:
-        with no_proxy.open(url, timeout=2):
+        with no_proxy.open(url, timeout=ANSWER_TIMEOUT_S):
             return True
     except (urllib.error.URLError, OSError):  # not listening yet, or not ready
         return False

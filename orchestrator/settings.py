@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from orchestrator.errors import PlaceUnusable
 
 HOME_NAME = ".orch"
 
@@ -31,7 +36,10 @@ class Settings(BaseSettings):
 
 
 class Home:
-    """The folder `.orch`: embedded database, artifacts, journal, logs, secrets. Created 0700 when first needed."""
+    """The folder `.orch`: embedded database, artifacts, journal, logs, secrets. Created 0700 when first needed.
+
+    Whatever makes or reads a folder or file of it raises PlaceUnusable when that is not possible.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,42 +56,37 @@ class Home:
         return cls(start / HOME_NAME)
 
     def ensure(self) -> Home:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _usable(self.path):
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self
 
     def folder(self, name: str) -> Path:
         path = self.ensure().path / name
-        path.mkdir(mode=0o700, exist_ok=True)
+        with _usable(path):
+            path.mkdir(mode=0o700, exist_ok=True)
         return path
 
     def secret(self, name: str) -> str:
         """A password generated once and kept in `.orch/secrets/<name>` (0600)."""
-        return self.secret_file(name).read_text().strip()
+        path = self.secret_file(name)
+        with _usable(path):
+            return path.read_text().strip()
 
     def secret_file(self, name: str) -> Path:
         """The file of a secret, made when it is missing. Safe for concurrent first calls."""
         path = self.folder("secrets") / name
-        if not path.exists():
-            draft = path.with_name(f".{name}.{os.getpid()}.{secrets.token_hex(4)}")
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_urlsafe(32))
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(draft, path)  # the first to link wins; nobody overwrites
-            except FileExistsError:
-                pass
-            finally:
-                draft.unlink()
+        with _usable(path):
+            if not path.exists():
+                _write_secret(path)
         return path
 
     def scratch(self) -> Path:
         """A private folder of this process with a short path; what dead processes left beside it is removed."""
         parent = self.short_folder.with_name(f"{self.short_folder.name}-ray")
-        parent.mkdir(mode=0o700, exist_ok=True)
-        if parent.stat().st_uid != os.getuid():
-            raise PermissionError(f"{parent} belongs to another user")
+        with _usable(parent):
+            parent.mkdir(mode=0o700, exist_ok=True)
+            if parent.stat().st_uid != os.getuid():
+                raise PermissionError(errno.EACCES, "belongs to another user")
         for old in parent.iterdir():
             if not Path(f"/proc/{old.name}").exists():
                 shutil.rmtree(old, ignore_errors=True)
@@ -103,9 +106,39 @@ class Home:
         )
 
 
+@contextlib.contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PlaceUnusable(
+            f"{path}  cannot be used: {error.strerror}; mend that, or choose another folder with --home or ORCH_HOME"
+        ) from error
+
+
+def _write_secret(path: Path) -> None:
+    """A new random secret at `path`, whole or not at all, unless somebody else was faster."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(32))
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):  # the first to link wins; nobody overwrites
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
 def artifact_root(settings: Settings, home: Home) -> str:
     """Where MLflow keeps artifacts: a URI, or a folder below `.orch`."""
     return settings.artifact_root or (home.ensure().path / "artifacts").as_uri()
+
+
+def remote_journal_folder(settings: Settings) -> Path:
+    """The journal on a node of a cluster, where no `.orch` need be."""
+    return settings.journal_dir or Path(f"/var/tmp/orch-{os.getuid()}/journal")
 
 
 def journal_folder(settings: Settings, home: Home) -> Path:

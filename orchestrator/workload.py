@@ -10,6 +10,7 @@ import fnmatch
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from orchestrator.errors import NotFound
+from orchestrator.errors import NotFound, WorkloadBroken
 from orchestrator.trial import Finding, Report
 
 SHIPPED_PACKAGE = "workloads"
@@ -176,6 +177,12 @@ def describe(name: str) -> Description:
 
 def _describe_class(name: str, target: str) -> Description:
     workload = _import_class(target)
+    missing = [part for part in ("Config", "metrics", "run") if not hasattr(workload, part)]
+    if missing:
+        raise WorkloadBroken(
+            f"workload {target!r} has no {', no '.join(missing)}; it must be a class with a pydantic Config, the names "
+            "of its metrics, and run (see docs/workloads.md)"
+        )
     return Description(
         name=name,
         summary=(workload.__doc__ or "").strip().split("\n")[0],
@@ -201,11 +208,26 @@ def _import_class(target: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise NotFound(f"workload {target!r}: no module {error.name!r} on the path or in {here}") from error
-        raise
+        raise WorkloadBroken(_import_failure(module_name, error)) from error
+    except Exception as error:
+        raise WorkloadBroken(_import_failure(module_name, error)) from error
     try:
         return getattr(module, class_name)
     except AttributeError:
         raise NotFound(f"workload {target!r}: {module_name} has no class {class_name!r}") from None
+
+
+def _import_failure(module_name: str, error: Exception) -> str:
+    """The original traceback, from the user's first line on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return f"workload  importing {module_name} failed:\n{text}"
+
+
+def _is_machinery(file_name: str) -> bool:
+    return file_name == __file__ or file_name == importlib.__file__ or file_name.startswith("<frozen importlib")
 
 
 def _fields_of(config: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, SweepField]]:

@@ -227,7 +227,6 @@ def ray_orch(orch: Orch, home: Home) -> Iterator[Orch]:
         "RAY_AUTH_TOKEN_PATH": str(token_file),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "1",
-        "PYTHONPATH": str(LAB),
     }
     ray = Path(sys.executable).with_name("ray")
     start = ["start", "--head", f"--port={port}", "--num-cpus=2", "--num-gpus=2", f"--temp-dir={folder}", "--block"]

@@ -22,8 +22,8 @@ COMMANDS = {
     "ui": "MLflow's UI and the dashboards.",
     "workloads": "What can be swept: fields, defaults, metrics.",
     "rm": "Archive a sweep, or delete it with --purge.",
-    "up": "Start the database (and --ray); print how to reach it.",
-    "down": "Stop what `up` and other commands started.",
+    "up": "Start the database; print how to reach it.",
+    "down": "Stop the embedded database; data stays.",
     "doctor": "Find what is wrong here.",
 }
 
@@ -73,7 +73,7 @@ def main() -> None:
     from orchestrator.errors import OrchError
 
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(prog_name="orch", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         code = 2

@@ -156,16 +156,22 @@ def open_database(settings: Settings, home: Home) -> Database:
 
 
 def check(database: Database) -> None:
-    """Connects once. Raises DatabaseUnavailable if that fails, or the server is older than PostgreSQL 15."""
+    """Connects once. Raises DatabaseUnavailable if that fails, for a server before PostgreSQL 15, or without UTF8."""
     try:
         with database.connect("orch-check", autocommit=True) as connection:
             version = connection.info.server_version // 10_000
+            encoding = connection.info.parameter_status("server_encoding")
     except psycopg.OperationalError as error:
         raise explain(error, database) from None
     if version < OLDEST_VERSION:
         raise DatabaseUnavailable(
             f"{database}: this is PostgreSQL {version}, orch needs {OLDEST_VERSION} or newer; "
             "upgrade it, or unset ORCH_DATABASE_URL to use the embedded server"
+        )
+    if encoding != "UTF8":
+        raise DatabaseUnavailable(
+            f"{database}: its encoding is {encoding}, orch needs UTF8; "
+            "create another: createdb --template=template0 --encoding=UTF8 NAME"
         )
 
 

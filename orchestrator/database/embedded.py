@@ -37,6 +37,7 @@ from orchestrator.database.keeper import (
     EmbeddedServer,
     Locks,
     become,
+    end_displaced,
     environment,
     find_server,
     locked,
@@ -214,6 +215,11 @@ def _url(server: EmbeddedServer, home: Home) -> str:
 def _launch_keeper(home: Home, lock: int, idle_stop_s: float) -> None:
     """Starts a keeper, which starts the server unless it runs. Returns when the server is ready."""
     placement = _placement(home)
+    if not end_displaced((home.path / DATA).absolute(), _socket_place(home, placement)):
+        raise DatabaseUnavailable(
+            f"a PostgreSQL whose folder {home.path} was deleted still runs and does not end; "
+            f"end it by hand (ps -ef | grep {home.path}), {REMEDY}"
+        )
     if not (home.path / DATA / "PG_VERSION").exists():
         placement = _initialise(home, placement, lock)
     _refuse_other_version(home, placement)
@@ -442,9 +448,7 @@ def _refuse_other_version(home: Home, placement: Placement) -> None:
 
 def _socket_folder(home: Home, placement: Placement) -> Path:
     """A folder of 0700 that belongs to the server's user. Refuses one that a stranger has put there."""
-    folder = home.short_folder
-    if placement.uid is not None and not placement.reads_all:
-        folder = Path("/tmp") / folder.name  # the other place, below /run/user, may be closed to that user
+    folder = _socket_place(home, placement)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), placement.uid):
@@ -452,6 +456,13 @@ def _socket_folder(home: Home, placement: Placement) -> Path:
     if placement.uid is not None:
         os.chown(folder, placement.uid, placement.uid, follow_symlinks=False)
     folder.chmod(0o700)
+    return folder
+
+
+def _socket_place(home: Home, placement: Placement) -> Path:
+    folder = home.short_folder
+    if placement.uid is not None and not placement.reads_all:
+        return Path("/tmp") / folder.name  # the other place, below /run/user, may be closed to that user
     return folder
 
 

@@ -133,12 +133,59 @@ def is_ready(data: Path) -> bool:
 
 
 def stands_in(pid: int, folder: Path) -> bool:
-    """True if that process is a postgres whose working directory is `folder`."""
+    """True if that process is a postgres whose working directory is `folder`, and not a deleted folder of that name."""
     try:
         process = psutil.Process(pid)
-        return process.name().startswith("postgres") and os.path.samefile(process.cwd(), folder)
-    except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):  # gone, or somebody else's
+        place = f"/proc/{pid}/cwd" if sys.platform == "linux" else process.cwd()  # psutil hides that it was deleted
+        return process.name().startswith("postgres") and os.path.samefile(place, folder)
+    except (psutil.NoSuchProcess, psutil.AccessDenied, PermissionError, FileNotFoundError):  # gone, or somebody else's
         return False
+
+
+def displaced_servers(data: Path, socket_folder: Path) -> list[psutil.Process]:
+    """Servers started on this path or socket whose folder was deleted or replaced under them, as by `rm -rf .orch`.
+
+    Such a server holds the socket's name, and what it still writes may land in the new folder of the same path.
+    Processes that see other file systems (containers) are not meant, whatever their command line says.
+    """
+    marks = (str(data), f'unix_socket_directories="{socket_folder}"')
+    is_whole = (data / "PG_VERSION").exists()
+    found = []
+    for process in psutil.process_iter():
+        try:
+            meant = process.name().startswith("postgres") and any(mark in process.cmdline() for mark in marks)
+            if meant and _sees_our_files(process.pid) and not (is_whole and stands_in(process.pid, data)):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended as we looked, or is somebody else's
+            continue
+    return found
+
+
+def _sees_our_files(pid: int) -> bool:
+    if sys.platform != "linux":
+        return True
+    try:
+        return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
+    except (FileNotFoundError, PermissionError):
+        return False
+
+
+def end_displaced(data: Path, socket_folder: Path, timeout_s: float = 10.0) -> bool:
+    """Ends displaced servers with all their processes, without a last checkpoint. False if one survives."""
+    family = [one for server in displaced_servers(data, socket_folder) for one in (server, *_children(server))]
+    for ask in (signal.SIGQUIT, signal.SIGKILL):
+        for process in family:
+            if process.is_running():
+                process.send_signal(ask)
+        _, family = psutil.wait_procs(family, timeout=timeout_s)
+    return not family
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
 
 
 def stop_server(server: EmbeddedServer, timeout_s: float = STOP_TIMEOUT_S) -> bool:
@@ -170,6 +217,7 @@ class Keeper:
         self.poll_s = min(POLL_S, idle_stop_s / 4)
         self.last_client_at = time.time()
         self.process: subprocess.Popen[bytes] | None = None
+        self.home = home.stat() if home.exists() else None
 
     def start(self, command: Sequence[str], uid: int | None) -> str:
         """Starts the server unless it runs. Returns READY, or a line on what went wrong."""
@@ -187,7 +235,7 @@ class Keeper:
 
     def watch(self) -> None:
         """Returns when the server has ended, by itself, by `orch down` or by us."""
-        while (server := find_server(self.data)) is not None:
+        while (server := self._server()) is not None:
             try:
                 psutil.Process(server.pid).wait(timeout=self.poll_s)
             except psutil.TimeoutExpired:
@@ -197,15 +245,23 @@ class Keeper:
 
     def stop(self) -> None:
         """Stops the server if it runs, even where its folder has been deleted under it."""
-        server = find_server(self.data)
+        server = self._server()
         if server is not None:
             stopped = stop_server(server)
         elif self.process is not None and not self._has_died():
-            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(signal.SIGQUIT)  # without its folder it cannot write a last checkpoint
             stopped = wait_for(self._has_died, STOP_TIMEOUT_S)
         else:
             return
         say("the server has stopped" if stopped else f"the server does not stop within {STOP_TIMEOUT_S:.0f} s")
+
+    def _server(self) -> EmbeddedServer | None:
+        """The server of our folder; None as well when another folder has taken our folder's place."""
+        try:
+            is_ours = self.home is not None and os.path.samestat(self.locks.home.stat(), self.home)
+        except FileNotFoundError:
+            return None
+        return find_server(self.data) if is_ours else None
 
     def _stop_if_idle(self, server: EmbeddedServer) -> None:
         if self._is_in_use(server):

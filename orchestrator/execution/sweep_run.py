@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import socket
 from collections import Counter
@@ -14,7 +15,9 @@ from orchestrator.errors import NotFound
 from orchestrator.execution.job import Job
 from orchestrator.ledger.store import Ledger, SweepRow, TrialRow
 from orchestrator.search.searcher import Searcher
+from orchestrator.spec.resolved import to_json
 from orchestrator.spec.sweep_spec import SweepSpec
+from orchestrator.tracking.artifacts import store_text
 from orchestrator.trial import Candidate, Failure, Outcome, Told, TrialState, config_hash, jsonable
 from orchestrator.workload import Description, flatten
 
@@ -69,6 +72,7 @@ class SweepRun:
         self.abort_reason = ""
         self.without_record: dict[int, str] = {}  # trial number -> why MLflow does not show how it ended
         self.interrupted = False
+        self._spec_text = json.dumps(to_json(spec), indent=2, ensure_ascii=False)
         self._searched_out = False
         self._said_stopping = False
 
@@ -165,6 +169,8 @@ class SweepRun:
             git_commit=self.run_tags.get("orch.git_commit", ""),
         )
         job = self._job(trial, attempt.number, run_id, _milliseconds(attempt.started_at))
+        if attempt.number == 1:
+            store_text(job.artifact_uri, self._spec_text, "sweep.json")
         self._remember(trial.number, TrialState.RUNNING, None, run_id=run_id)
         self.observer.started(job)
         return job

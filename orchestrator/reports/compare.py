@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import OrchError
-from orchestrator.reports.source import Query, SweepFacts, sweep_facts, trial_records
+from orchestrator.reports.source import Query, SweepFacts, check_metrics, nearest, sweep_facts, trial_records
 from orchestrator.reports.statistics import finite, geometric_mean_ratio, mean_and_spread, wilson
 from orchestrator.reports.table import Table, short
 from orchestrator.trial import TrialState, canonical_json
@@ -21,6 +21,8 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
     Diverged trials count in n and in the diverged share, never in a mean.
     """
     facts = [sweep_facts(query, name) for name in sweeps]
+    if metrics:
+        check_metrics(query, sweeps, metrics)
     wanted = list(dict.fromkeys(metrics or [name for one in facts for name in (one.metric, *one.show)]))
     axes = list(dict.fromkeys(by or [axis for one in facts for axis in one.cell_axes]))
     cells: dict[str, tuple[list[Any], list[Record]]] = {}
@@ -30,7 +32,14 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
             label = [one.name, *(record["params"].get(axis) for axis in axes)]
             cells.setdefault(canonical_json(label), (label, []))[1].append(record)
     head = ["sweep", *axes] if len(facts) > 1 else list(axes)
-    columns = [*head, "n", *(name for metric in wanted for name in (metric, "±")), "diverged", "95 %", "seconds"]
+    columns = [
+        *head,
+        "n",
+        *(name for metric in wanted for name in (metric, f"{metric} ±")),
+        "diverged",
+        "95 %",
+        "seconds",
+    ]
     rows = [
         [*(label if len(facts) > 1 else label[1:]), *_cell_row(records, wanted)] for label, records in cells.values()
     ]
@@ -40,8 +49,8 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
 def _check_axes(axes: Sequence[str], record: Record, facts: SweepFacts) -> None:
     missing = [axis for axis in axes if axis not in record["params"]]
     if missing:
-        known = ", ".join(facts.axes or record["params"])
-        raise OrchError(f"--by  {missing[0]!r} is not a parameter of sweep {facts.name}; swept: {known}")
+        hint = nearest(missing[0], facts.axes or list(record["params"]))
+        raise OrchError(f"--by  {missing[0]!r} is not a parameter of sweep {facts.name}; {hint}")
 
 
 def _cell_row(records: Sequence[Record], metrics: Sequence[str]) -> list[Any]:

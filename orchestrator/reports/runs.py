@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from orchestrator.errors import NoResult
-from orchestrator.reports.source import Query, quoted, sweep_facts, view_of
+from orchestrator.errors import NoResult, QueryError
+from orchestrator.reports.source import Query, check_metrics, nearest, quoted, sweep_facts, view_of
 from orchestrator.reports.status import state_counts
 from orchestrator.reports.table import Table
 
@@ -22,6 +22,10 @@ def runs(
     """
     facts = sweep_facts(query, sweep)
     known, _ = query(f"select * from {view_of(sweep)} limit 0")
+    if sort is not None and sort not in known:
+        raise QueryError(f"--sort  sweep {sweep} has no column {sort!r}; {nearest(sort, known)}")
+    if where:
+        _check_condition(query, sweep, where)
     wanted = ["trial", "state", "verdict", *facts.axes, facts.metric, *facts.show]
     columns = list(known) if whole else [name for name in dict.fromkeys(wanted) if name in known]
     text = f"select {', '.join(map(quoted, columns))} from {view_of(sweep)}"
@@ -30,6 +34,17 @@ def runs(
     text += f" limit {int(limit)}" if limit is not None else ""
     names, rows = query(text)
     return Table(names, rows, title=facts.question)
+
+
+def _check_condition(query: Query, sweep: str, where: str) -> None:
+    """Tries the person's condition alone, so that a mistake shows their words and none of ours."""
+    try:
+        query(f"select count(*) from {view_of(sweep)} where (\n{where}\n)")
+    except QueryError as error:
+        said = str(error).splitlines()
+        ours = len(said) > 1 and said[1].strip() == ")"  # the mistake shows only behind the condition's end
+        shown = [said[0], f"  {where}", *said[3:]] if ours else said
+        raise QueryError("--where  " + "\n".join(shown)) from None
 
 
 def _order(column: str, descending: bool) -> str:
@@ -41,6 +56,8 @@ def _order(column: str, descending: bool) -> str:
 def best(query: Query, sweep: str, metric: str | None, mode: str | None, scope: Scope) -> Table:
     """The best finite run of a sweep with its swept parameters. Raises NoResult when no run has a finite value."""
     facts = sweep_facts(query, sweep)
+    if metric is not None:
+        check_metrics(query, [sweep], [metric])
     metric, mode = metric or facts.metric, mode or facts.mode
     value = "f.last" if scope == "last" else ("f.min" if mode == "min" else "f.max")
     direction = "asc" if mode == "min" else "desc"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.errors import NotFound
+from orchestrator.errors import NotFound, QueryError
 
 Query = Callable[..., tuple[Sequence[str], Sequence[Sequence[Any]]]]  # (sql, parameters=()) -> columns, rows
 
@@ -66,6 +66,24 @@ def sweep_names(query: Query) -> list[str]:
     return [row[0] for row in rows]
 
 
+def check_metrics(query: Query, sweeps: Sequence[str], metrics: Sequence[str]) -> None:
+    """Raises QueryError for a metric that no run of the sweeps reports, with the nearest; before any report it cannot
+    know."""
+    _, rows = query("select distinct key from orch.final_metrics where sweep = any(%s) order by 1", (list(sweeps),))
+    known = [key for (key,) in rows]
+    for metric in metrics:
+        if known and metric not in known:
+            raise QueryError(f"--metric  no run of {', '.join(sweeps)} reports {metric!r}; {nearest(metric, known)}")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What the person may have meant: the nearest of the known names, or a dozen of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"known: {', '.join(known[:12])}" + (f" and {len(known) - 12} more" if len(known) > 12 else "")
+
+
 def trial_records(query: Query, sweep: str, metrics: Sequence[str]) -> list[dict[str, Any]]:
     """One record a trial: number, state, params, seconds, and the last value of each of `metrics`."""
     columns, rows = query(
@@ -88,7 +106,4 @@ def trial_records(query: Query, sweep: str, metrics: Sequence[str]) -> list[dict
 
 def _unknown(query: Query, name: str) -> NotFound:
     names = sweep_names(query)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return NotFound(f"unknown sweep {name!r}; did you mean {near[0]}?")
-    return NotFound(f"unknown sweep {name!r}; " + (f"known: {', '.join(names[:10])}" if names else "there is none yet"))
+    return NotFound(f"unknown sweep {name!r}; " + (nearest(name, names) if names else "there is none yet"))

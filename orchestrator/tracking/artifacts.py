@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -13,6 +14,14 @@ def local_folder(artifact_uri: str) -> Path | None:
     if parts.scheme == "file":
         return Path(unquote(parts.path))
     return Path(artifact_uri) if parts.scheme == "" else None
+
+
+def store_text(artifact_uri: str, text: str, name: str) -> None:
+    """Keeps a text, in UTF-8, as the artifact `name`. Raises as `store_file` does."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "text"
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        store_file(artifact_uri, path, name)
 
 
 def store_file(artifact_uri: str, path: Path, name: str | None = None) -> None:
@@ -38,8 +47,6 @@ def store_file(artifact_uri: str, path: Path, name: str | None = None) -> None:
     if Path(name).name == path.name:
         repository.log_artifact(str(path), None if parent == "." else parent)
         return
-    import tempfile
-
     with tempfile.TemporaryDirectory() as scratch:
         renamed = Path(scratch) / Path(name).name
         shutil.copyfile(path, renamed)

@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from orchestrator.errors import NotFound, OrchError
-from orchestrator.tracking.artifacts import local_folder, store_file
+from orchestrator.tracking.artifacts import local_folder, store_file, store_text
 from orchestrator.tracking.experiments import SWEEP_TAG, refuse_unusable
 from orchestrator.tracking.mlflow_schema import mlflow_uri
 from orchestrator.trial import TrialState, canonical_json, jsonable
@@ -279,10 +278,7 @@ class Runs:
 
     def log_text(self, run_id: str, text: str, name: str) -> None:
         """Stores a text as the run's artifact `name`, in UTF-8. Raises OSError."""
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch) / "text"
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
-            self.log_file(run_id, path, name)
+        store_text(self._stored_artifact_uri(run_id), text, name)
 
     def _stored_artifact_uri(self, run_id: str) -> str:
         with self._one_at_a_time, Session(self._store.engine) as session:

@@ -8,8 +8,11 @@ import signal
 import time
 from pathlib import Path
 
+import mlflow
+import psycopg
 import pytest
 
+from orchestrator.tracking.mlflow_schema import mlflow_uri
 from tests.conftest import Orch
 
 GRID = """
@@ -248,3 +251,46 @@ def test_compare_shows_finite_means_only(orch: Orch, name: str) -> None:
     assert by_cell["inf"]["val/loss"] is None
     assert by_cell["inf"]["diverged"] == "2/2"
     assert not any(isinstance(value, float) and not math.isfinite(value) for row in rows for value in row.values())
+
+
+def test_a_run_that_a_crash_left_without_a_ledger_row_is_adopted(orch: Orch, name: str, server_url: str) -> None:
+    file = orch.sweep_file(GRID, name)
+    orch("sweep", file, "--inline")
+    with psycopg.connect(server_url) as connection:  # what a kill -9 between MLflow's write and ours leaves
+        connection.execute(
+            "update orch_ledger.trials set run_id = null, state = 'running', attempts = 0 where number = 3"
+            " and sweep_id = (select id from orch_ledger.sweeps where name = %s)",
+            (name,),
+        )
+        connection.execute(
+            "delete from orch_ledger.attempts using orch_ledger.trials as trial, orch_ledger.sweeps as sweep"
+            " where trial.id = trial_id and sweep.id = sweep_id and sweep.name = %s and trial.number = 3",
+            (name,),
+        )
+        connection.execute("update orch_ledger.sweeps set state = 'running' where name = %s", (name,))
+    assert f"{name}: 12/12 finished" in orch("sweep", file, "--inline", "--resume").out
+    with psycopg.connect(server_url) as connection:
+        row = connection.execute(
+            "select count(*), count(*) filter (where status = 'RUNNING') from public.runs join public.experiments"
+            " using (experiment_id) where experiments.name = %s",
+            (name,),
+        ).fetchone()
+    assert row == (12, 0)
+
+
+def test_mlflow_shows_parameters_tags_and_the_resolved_spec(orch: Orch, name: str, server_url: str) -> None:
+    text = "workload: orch_lab:Trivial\nmetric: val/loss\nparams: {x: 1e-3}\ntags: {team: router}\n"
+    orch("sweep", orch.sweep_file(text, name), "--inline")
+    client = mlflow.MlflowClient(tracking_uri=mlflow_uri(server_url))
+    experiment = client.get_experiment_by_name(name)
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"x": "0.001", "k": "1", "steps": "10", "seed": "0", "sleep_s": "0.0"}
+    tags = run.data.tags
+    assert (tags["orch.sweep"], tags["orch.state"], tags["team"]) == (name, "finished", "router")
+    assert tags["orch.trial"].endswith("/0")
+    assert {"orch.host", "orch.version.torch", "orch.version.ray", "orch.version.mlflow"} <= set(tags)
+    assert run.data.metrics["val/loss"] == pytest.approx((1e-3 - 1) ** 2 + 0.1 + 0.01)
+    spec = json.loads(Path(client.download_artifacts(run.info.run_id, "sweep.json")).read_text())
+    assert spec["params"] == {"x": 0.001}
+    assert "x: 1e-3" in spec["source"]["text"]

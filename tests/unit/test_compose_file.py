@@ -135,7 +135,7 @@ def test_only_the_gpu_profile_asks_for_a_gpu(services: Mapping[str, Any]):
     assert services["worker-gpu"]["profiles"] == ["gpu"]
 
 
-def test_the_image_is_built_of_listed_folders_by_a_user_without_rights():
+def test_the_image_runs_as_a_user_without_rights_and_holds_no_secret():
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     assert [line for line in lines if line.startswith("USER ")] == ["USER orch"]
     assert not any(name in line for name in SECRETS for line in lines)

@@ -155,7 +155,7 @@ def run_on_ray(
     for noisy in ("ray.tune", "ray.air"):  # what they print as errors is a trial's outcome here, told once
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     recorders = Recorders(f"recorder-{uuid.uuid4().hex[:8]}", database_url, journal_folder)
-    recorders.ensure([node.node_id for node in cluster.nodes])
+    recorders.ensure([node.node_id for node in cluster.nodes if node.capacity(cpu, gpu)])
     searcher = JobSearcher(feed, recorders.prefix)
     storage = cluster.scratch / "tune"
     try:

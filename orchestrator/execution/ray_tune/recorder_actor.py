@@ -9,6 +9,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.execution.ray_tune.cluster import NAMESPACE
+from orchestrator.settings import Settings, remote_journal_folder
 from orchestrator.tracking.recorder import FindingRow, Points, Recorder, Remainder, connect_by_url
 
 ANSWER_TIMEOUT_S = 120.0
@@ -18,7 +19,8 @@ class RecorderActor:
     """A `Recorder` behind Ray's calls. Answers every report with whether the sweep is being stopped."""
 
     def __init__(self, database_url: str, journal_folder: str) -> None:
-        self._recorder = Recorder(functools.partial(connect_by_url, database_url), Path(journal_folder))
+        folder = Path(journal_folder) if journal_folder else remote_journal_folder(Settings())
+        self._recorder = Recorder(functools.partial(connect_by_url, database_url), folder)
         self._stopping = False
 
     def take(self, points: list[Points], findings: list[FindingRow]) -> bool:
@@ -46,6 +48,7 @@ class Recorders:
     """The recorders of a cluster, one a node, named so that workers find the one of their node."""
 
     def __init__(self, prefix: str, database_url: str, journal_folder: str) -> None:
+        """`journal_folder` is this host's; empty on a cluster, where every node chooses its own."""
         self.prefix = prefix
         self._database_url = database_url
         self._journal_folder = journal_folder
