@@ -1,19 +1,16 @@
-"""Bulk writes against MLflow's stock SQL store: the same points, the same PostgreSQL, turn and turn about.
-
-Prints the ratios of median times. Run from the repository: `python benchmarks/bulk_writes.py [postgresql://...]`.
-Without an address it uses a database of its own on an embedded server that it stops again.
-"""
+"""Bulk writes against MLflow's stock SQL store: the same points, the same PostgreSQL, turn and turn about."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from orchestrator.database import embedded
+from orchestrator.settings import Home
 from orchestrator.tracking import mlflow_schema  # before MLflow: it sets MLflow's switches
 from orchestrator.tracking.bulk import rows_of, write_rows
 from orchestrator.tracking.drain import connect_by_url
@@ -21,6 +18,8 @@ from orchestrator.tracking.records import Points, checked
 
 from mlflow.entities import Metric  # isort: skip
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # isort: skip
+
+Line = tuple[str, float, str, str, bool | None]
 
 NUM_REPEATS = 15
 TARGETS = {"1000 points of one run, 10 keys": 3.0, "64 runs x 16 points": 6.0}
@@ -58,7 +57,7 @@ def timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def compare(url: str) -> dict[str, dict[str, float]]:
+def compare(url: str, num_repeats: int = NUM_REPEATS) -> dict[str, dict[str, float]]:
     """Median milliseconds of both, and their ratio, by case."""
     mlflow_schema.create(url)
     store = SqlAlchemyStore(mlflow_schema.mlflow_uri(url), Path(tempfile.gettempdir()).as_uri())
@@ -68,7 +67,7 @@ def compare(url: str) -> dict[str, dict[str, float]]:
     with connect_by_url(url) as connection:
         for name, shape in cases.items():
             stock_s, ours_s = [], []
-            for _ in range(NUM_REPEATS):
+            for _ in range(num_repeats):
                 first, second = (reports(store, experiment_id, *shape) for _ in range(2))
                 stock_s.append(timed(lambda points=first: by_mlflow(store, points)))  # type: ignore[misc]
                 ours_s.append(timed(lambda points=second: by_us(connection, points)))  # type: ignore[misc]
@@ -78,31 +77,15 @@ def compare(url: str) -> dict[str, dict[str, float]]:
     return results
 
 
-def run(url: str | None = None) -> dict[str, dict[str, float]]:
-    """The comparison on the given database, or on an embedded server of its own."""
-    if url is not None:
-        return compare(url)
-    from orchestrator.database import embedded
-    from orchestrator.settings import Home
-
+def run() -> Iterator[Line]:
+    """The comparison on an embedded server of its own, which is stopped again."""
     with tempfile.TemporaryDirectory() as folder:
         home = Home(Path(folder) / ".orch").ensure()
         try:
-            return compare(embedded.ensure_running(home))
+            results = compare(embedded.ensure_running(home))
         finally:
             embedded.stop(home)
-
-
-def main() -> int:
-    results = run(*sys.argv[1:2])
     for name, result in results.items():
-        verdict = "ok" if result["ratio"] >= TARGETS[name] else "TOO SLOW"
-        print(
-            f"{name:34} stock {result['stock_ms']:7.1f} ms   ours {result['ours_ms']:6.1f} ms   "
-            f"{result['ratio']:5.1f} x   (at least {TARGETS[name]:g} x: {verdict})"
-        )
-    return 0 if all(result["ratio"] >= TARGETS[name] for name, result in results.items()) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        yield f"orch, {name}", result["ours_ms"], "ms", "", None
+        ratio, target = result["ratio"], TARGETS[name]
+        yield f"MLflow's store / orch, {name}", ratio, "x", f">= {target:g} x", ratio >= target
