@@ -188,5 +188,5 @@ def progress(as_json: bool) -> Iterator[Observer]:
     elif not sys.stdout.isatty():
         yield Lines()
     else:
-        with Live(console=Console(), refresh_per_second=4, transient=False) as live:
+        with Live("starting ...", console=Console(), refresh_per_second=4, transient=False) as live:
             yield LiveTable(live)
