@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from orchestrator.errors import OrchError
+from orchestrator.errors import OrchError, PlaceUnusable
+from orchestrator.places import why_unwritable
 from orchestrator.reports.table import Table
 from orchestrator.settings import artifact_root, journal_folder
 from orchestrator.tracking.artifacts import local_folder
@@ -33,7 +33,11 @@ def examine(home: Path | None, init: bool) -> tuple[Table, bool]:
 
 def _home_lines(home_path: Path | None) -> Iterator[Line]:
     settings, home = find_home(home_path)
-    home.ensure()
+    try:
+        home.ensure()
+    except PlaceUnusable as error:
+        yield "home", "wrong", str(error)
+        return
     yield "home", "ok", str(home.path)
     places = {"disk (home)": home.path, "disk (journal)": journal_folder(settings, home)}
     root = artifact_root(settings, home)
@@ -47,8 +51,8 @@ def _home_lines(home_path: Path | None) -> Iterator[Line]:
 
 def _disk_line(name: str, place: Path) -> Line:
     existing = next(folder for folder in (place, *place.parents) if folder.exists())
-    if not os.access(existing, os.W_OK):
-        return name, "wrong", f"{existing} is not writable"
+    if reason := why_unwritable(existing):
+        return name, "wrong", f"{existing} cannot be written: {reason}"
     free = shutil.disk_usage(existing).free
     if free < FREE_BYTES_NEEDED:
         return name, "wrong", f"{free / 1e9:.2f} GB free at {existing}; a sweep wants {FREE_BYTES_NEEDED / 1e9:.0f} GB"
@@ -69,7 +73,7 @@ def _database_lines(workspace: Workspace) -> Iterator[Line]:
     state = "ok" if free >= CONNECTIONS_NEEDED else "wrong"
     yield "connections", state, f"{used} of {most} in use; a sweep needs up to {CONNECTIONS_NEEDED}"
     yield _tried("views", lambda: f"{len(workspace.query('select sweep from orch.sweeps')[1])} sweeps")
-    yield "psql", "ok", workspace.database.psql_line()
+    yield "psql", "ok", workspace.psql_line
 
 
 def _tried(name: str, look: Callable[[], str]) -> Line:

@@ -7,6 +7,7 @@ import importlib
 import os
 import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import AlreadyExists, ResourceError
+from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound, ResourceError
 from orchestrator.reports.table import Table, short
 from orchestrator.search import make_searcher, plan_count, plan_notes
-from orchestrator.settings import artifact_root, journal_folder
+from orchestrator.settings import artifact_root
 from orchestrator.spec import SweepSpec, parse_sweep, read_sweep_file, spec_difference, to_json
 from orchestrator.spec.domains import Domain, Grid
 from orchestrator.trial import TrialState
@@ -48,6 +49,7 @@ class SweepRequest:
     max_concurrent: int | None = None
     address: str | None = None
     inline: bool = False
+    home: Path | None = None
 
     @property
     def all_overrides(self) -> Sequence[str]:
@@ -55,10 +57,17 @@ class SweepRequest:
             return self.overrides
         return [*self.overrides, f"resources.max_concurrent={self.max_concurrent}"]
 
+    @property
+    def orch(self) -> list[str]:
+        """How to call `orch` so that it finds the same home."""
+        return ["orch"] if self.home is None else ["orch", "--home", _shell(str(self.home))]
+
     def command(self, *, resume: bool) -> str:
         """The command line that would do the same."""
-        parts = ["orch sweep", str(self.spec), *(f"--set {_shell(one)}" for one in self.overrides)]
+        parts = [*self.orch, "sweep", _shell(str(self.spec)), *(f"--set {_shell(one)}" for one in self.overrides)]
         parts += [f"--name {self.name}"] if self.name else []
+        parts += [f"--address {self.address}"] if self.address else []
+        parts += [f"--max-concurrent {self.max_concurrent}"] if self.max_concurrent else []
         parts += ["--inline"] if self.inline else []
         parts += ["--resume"] if resume else []
         return " ".join(parts)
@@ -117,25 +126,31 @@ def _described(domain: Domain) -> tuple[str, str]:
 # Running
 
 
-def run_sweep(home: Path | None, request: SweepRequest, observer: Observer) -> SweepEnding:
+def run_sweep(request: SweepRequest, observer: Observer) -> SweepEnding:
     """Runs what is new or left of a sweep. Raises OrchError, with nothing started, when it cannot."""
     spec = read_spec(request.spec, request.all_overrides, request.name)
     workload = describe(spec.workload)
     from orchestrator.ledger.store import Ledger
+    from orchestrator.tracking.experiments import check_experiment_name
     from orchestrator.workspace import open_workspace
 
-    workspace = open_workspace(home)
+    workspace = open_workspace(request.home)
     engine = workspace.database.engine("orch sweep")
     ledger = Ledger(engine)
-    existing = _existing_sweep(ledger, spec, request)
-    if existing is not None and _nothing_left(ledger, existing):
+    found = ledger.find_sweep(spec.name)
+    is_over = found is not None and _nothing_left(ledger, found)
+    if not (is_over and request.resume):
+        with workspace.database.connect("orch sweep") as connection:
+            check_experiment_name(connection, spec.name, workspace.database.masked_mlflow_uri)
+    existing = _existing_sweep(found, spec, request)
+    if existing is not None and is_over:
+        _write_what_is_left(workspace)
         return _ending(workspace.query, existing.name, request, exit_code(ledger.counts(existing.id)))
     return _start(workspace, engine, spec, workload, request, observer, existing)
 
 
-def _existing_sweep(ledger: Ledger, spec: SweepSpec, request: SweepRequest) -> SweepRow | None:
+def _existing_sweep(existing: SweepRow | None, spec: SweepSpec, request: SweepRequest) -> SweepRow | None:
     """The sweep to continue, or None to create one. Raises AlreadyExists when the file asks for something else."""
-    existing = ledger.find_sweep(spec.name)
     if existing is None:
         return None
     if not request.resume:
@@ -150,6 +165,19 @@ def _existing_sweep(ledger: Ledger, spec: SweepSpec, request: SweepRequest) -> S
             + f"\n  give the changed sweep a name of its own: {replace(request, name='NEW_NAME').command(resume=False)}"
         )
     return existing
+
+
+def _write_what_is_left(workspace: Workspace) -> None:
+    """Brings into the database what an earlier command had to leave in the journal."""
+    from orchestrator.execution.inline import CLOSE_TIMEOUT_S
+    from orchestrator.tracking.journal import orphans
+    from orchestrator.tracking.recorder import Recorder
+
+    folder = workspace.journal
+    if orphans(folder):
+        recorder = Recorder(workspace.database.connect, folder)
+        recorder.drain(CLOSE_TIMEOUT_S)
+        recorder.close(CLOSE_TIMEOUT_S)
 
 
 def _nothing_left(ledger: Ledger, sweep: SweepRow) -> bool:
@@ -168,15 +196,13 @@ def _start(
     existing: SweepRow | None,
 ) -> SweepEnding:
     from orchestrator.ledger.store import Ledger
-    from orchestrator.tracking.experiments import check_experiment_name
+    from orchestrator.places import check_places
 
     ledger = Ledger(engine)
     if existing is not None:
         with ledger.hold(existing.id):
             pass  # somebody else's sweep is refused before Ray is started; it is taken for good below
-    else:
-        with workspace.database.connect("orch sweep") as connection:
-            check_experiment_name(connection, spec.name, workspace.database.masked_mlflow_uri)
+    check_places(workspace.settings, workspace.home)
     mlflow_import = threading.Thread(target=_import_mlflow, daemon=True)
     with Signals() as signals, _backend(workspace, spec, workload, request, mlflow_import) as backend:
         mlflow_import.join()
@@ -184,15 +210,39 @@ def _start(
 
         runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
         sweep = existing or create_sweep(ledger, runs, spec, workload)
-        with ledger.hold(sweep.id):
+        with ledger.hold(sweep.id) as hold, _abandoned_on_error(ledger, sweep.id):
             refresh_views = view_refresher(engine, sweep.name)
-            run = open_run(ledger, runs, spec, workload, sweep, observer, backend, refresh_views)
+            run = open_run(ledger, runs, spec, workload, sweep, observer, backend, refresh_views, hold.renew)
             signals.arm(run.interrupt)
             observer.opened(run, max(plan_count(spec), len(run.trials)), backend.num_workers)
             remainders = backend.run(run)
-            code = settle(ledger, sweep, run, remainders)
+            if run.lost_to is not None:
+                raise run.lost_to
+            code = run.patiently(lambda: settle(ledger, sweep, run, remainders))
     ending = _ending(workspace.query, sweep.name, request, code)
     return replace(ending, remarks=[*_remarks(run, remainders), *ending.remarks])
+
+
+@contextlib.contextmanager
+def _abandoned_on_error(ledger: Ledger, sweep_id: int) -> Iterator[None]:
+    """An error that ends the command leaves no trial `running`, as far as the database still listens."""
+    from orchestrator.database.connection import is_away, why_away
+
+    try:
+        yield
+    except AlreadyExists:
+        raise  # another command drives the sweep now: what runs is its
+    except DatabaseLost:
+        raise
+    except Exception as error:
+        try:
+            ledger.abandon(sweep_id, f"the command ended: {str(error).splitlines()[0] if str(error) else error!r}")
+        except Exception as second:
+            if not is_away(second):
+                raise
+        if is_away(error):
+            raise DatabaseLost(f"the database went away ({why_away(error)}); continue it with --resume") from error
+        raise
 
 
 @dataclass(frozen=True)
@@ -212,7 +262,7 @@ def _backend(
 
     `beside` is started as soon as ray is imported: what it imports then loads while Ray's processes come up.
     """
-    journal = journal_folder(workspace.settings, workspace.home)
+    journal = workspace.journal
     if request.inline:
         beside.start()
         yield _inline_backend(workspace, journal, spec)
@@ -224,7 +274,12 @@ def _backend(
     environment.prepare(None if address else token_file)
     from orchestrator.execution.ray_tune.cluster import attached_cluster, local_cluster
     from orchestrator.execution.ray_tune.driver import run_on_ray
+    from orchestrator.execution.ray_tune.reachable import refuse_more_than_this_machine, refuse_silent_address
 
+    if address:
+        refuse_silent_address(address)
+    else:
+        refuse_more_than_this_machine(spec.resources.cpu, spec.resources.gpu)
     beside.start()
     scratch = workspace.home.scratch()
     packages = sorted({"orchestrator", "workloads", workload.package})
@@ -244,7 +299,7 @@ def _backend(
                 cpu=resources.cpu,
                 gpu=resources.gpu,
                 database_url=workspace.database.url,
-                journal_folder=str(journal) if cluster.is_local else "",
+                journal_folder=str(journal if cluster.is_local else workspace.remote_journal),
             )
 
         yield Backend(num_workers, "cuda" if resources.gpu else "cpu", run)
@@ -301,6 +356,7 @@ def open_run(
     observer: Observer,
     backend: Backend,
     refresh_views: Callable[[bool], None],
+    keep_hold: Callable[[], None] = lambda: None,
 ) -> SweepRun:
     """Frees what a dead command left running, adopts its runs, and expands the search as far as it goes."""
     from orchestrator.execution.sweep_run import Placement, SweepRun, this_host
@@ -311,6 +367,7 @@ def open_run(
     orphans = {f"{sweep.id}/{row.number}": row for row in ledger.trials(sweep.id) if row.run_id is None}
     if orphans and sweep.experiment_id:
         for key, run_id in runs.adopt(orphans).items():
+            runs.log_params(run_id, orphans[key].config)  # the crash may have come before them
             ledger.set_run(orphans[key].id, run_id)
     run = SweepRun(
         sweep=sweep,
@@ -323,6 +380,7 @@ def open_run(
         placement=Placement(backend.device, this_host()),
         run_tags=system_facts(workload.package),
         refresh_views=refresh_views,
+        keep_hold=keep_hold,
     )
     run.expand()
     ledger.set_sweep_state(sweep.id, SweepState.RUNNING)
@@ -361,7 +419,8 @@ def settle(ledger: Ledger, sweep: SweepRow, run: SweepRun, remainders: Sequence[
         ledger.set_sweep_state(sweep.id, SweepState.FAILED)
         return 1
     ledger.set_sweep_state(sweep.id, SweepState.FINISHED)
-    return 1 if run.without_record or any(one.points for one in remainders) else exit_code(run.counts())
+    is_whole = not run.without_record and all(one.is_empty for one in remainders)
+    return exit_code(run.counts()) if is_whole else 1
 
 
 def exit_code(counts: Mapping[TrialState, int]) -> int:
@@ -382,6 +441,13 @@ def _remarks(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
             f"{points} points of {len(unwritten)} runs could not be written; they are safe in the journal and are"
             f" written by the next command that records here: {', '.join(unwritten[:5])}"
         )
+    for one in remainders:
+        if one.num_rejected:
+            remarks.append(f"{one.num_rejected} rows that PostgreSQL refused are kept in rejected.jsonl of the journal")
+        if one.num_damaged:
+            remarks.append(f"{one.num_damaged} lines of the journal could not be read back")
+        if one.reason:
+            remarks.append(one.reason)
     return remarks
 
 
@@ -392,11 +458,12 @@ def _ending(query: Query, sweep: str, request: SweepRequest, code: int) -> Sweep
     if code == INTERRUPTED:
         next_commands = [(request.command(resume=True), "go on with what is left")]
     else:
+        orch = " ".join(request.orch)
         next_commands = [
-            (f"orch runs {sweep}", "one line a trial"),
-            (f"orch best {sweep}", "the best finite run"),
-            (f'orch sql "select * from sweep_{sweep} limit 5"', "SQL"),
-            ("orch ui", "MLflow's UI and the dashboards"),
+            (f"{orch} runs {sweep}", "one line a trial"),
+            (f"{orch} best {sweep}", "the best finite run"),
+            (f'{orch} sql "select * from sweep_{sweep} limit 5"', "SQL"),
+            (f"{orch} ui", "MLflow's UI and the dashboards"),
         ]
     return SweepEnding(
         sweep=sweep,
@@ -424,6 +491,8 @@ class Signals:
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if self._interrupt is None:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live table hides the cursor
             os._exit(INTERRUPTED)
         interrupt, self._interrupt = self._interrupt, None
         interrupt()
@@ -455,18 +524,23 @@ def remove_sweep(home: Path | None, name: str, purge: bool) -> str:
     sweep = ledger.find_sweep(name)
     assert sweep is not None, "the view has just shown it"
     runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
-    with ledger.hold(sweep.id):
+    archive_name = f"{name}~{sweep.id}"
+    with ledger.hold(sweep.id):  # MLflow first: what fails half-way can be typed again
+        if sweep.experiment_id:
+            with contextlib.suppress(NotFound):  # somebody deleted it for good
+                if purge:
+                    runs.purge_experiment(sweep.experiment_id)
+                else:
+                    runs.archive_experiment(sweep.experiment_id, archive_name)
+        if purge:
+            ledger.purge(sweep.id)
+        else:
+            ledger.archive(sweep.id)
         with borrowed(engine) as connection:
             drop_sweep_view(connection, name)
-        if purge:
-            if sweep.experiment_id:
-                runs.purge_experiment(sweep.experiment_id)
-            ledger.purge(sweep.id)
-            return f"sweep {name} is deleted with its runs and artifacts"
-        archived = ledger.archive(sweep.id)
-        if sweep.experiment_id:
-            runs.archive_experiment(sweep.experiment_id, archived)
-    return f"sweep {name} is archived as {archived}; the name {name} is free again"
+    if purge:
+        return f"sweep {name} is deleted with its runs and artifacts"
+    return f"sweep {name} is archived as {archive_name}; the name {name} is free again"
 
 
 def _shell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The only reader of the environment: where `.orch` lies, which database, which cluster."""
+"""Reads what the user set in the environment: where `.orch` lies, which database, which cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from functools import cached_property
@@ -24,7 +25,7 @@ HOME_NAME = ".orch"
 class Settings(BaseSettings):
     """What the environment says. Secrets print as `***`."""
 
-    model_config = SettingsConfigDict(env_prefix="ORCH_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="ORCH_", env_ignore_empty=True, extra="ignore", frozen=True)
 
     home: Path | None = None
     database_url: SecretStr | None = None
@@ -85,10 +86,11 @@ class Home:
         parent = self.short_folder.with_name(f"{self.short_folder.name}-ray")
         with _usable(parent):
             parent.mkdir(mode=0o700, exist_ok=True)
-            if parent.stat().st_uid != os.getuid():
+            seen = parent.lstat()  # the name can be guessed: a link, or somebody else's folder, is not followed
+            if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid():
                 raise PermissionError(errno.EACCES, "belongs to another user")
         for old in parent.iterdir():
-            if not Path(f"/proc/{old.name}").exists():
+            if old.name.isdigit() and not Path(f"/proc/{old.name}").exists():
                 shutil.rmtree(old, ignore_errors=True)
         mine = parent / str(os.getpid())
         mine.mkdir(mode=0o700, exist_ok=True)

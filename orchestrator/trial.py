@@ -51,6 +51,7 @@ class Failure(StrEnum):
     NONE = ""
     EXCEPTION = "exception"
     WORKER_DEATH = "worker_death"
+    OUT_OF_MEMORY = "out_of_memory"
     TIMEOUT = "timeout"
     NO_OBJECTIVE = "no_objective"
     NO_RECORD = "no_record"

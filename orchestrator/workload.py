@@ -17,14 +17,17 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from orchestrator.errors import NotFound, WorkloadBroken
-from orchestrator.trial import Finding, Report
+from orchestrator.errors import NotFound, OrchError, WorkloadBroken
+from orchestrator.trial import Finding, Report, jsonable
+
+if TYPE_CHECKING:  # commands that train nothing need not load it
+    import numpy as np
 
 SHIPPED_PACKAGE = "workloads"
 ENTRY_POINT_GROUP = "orch.workloads"
@@ -65,6 +68,9 @@ class Context(Protocol):
 
     def seed(self, stream: str) -> int:
         """A 63-bit seed derived from (the trial's `seed`, the stream's name) and nothing else."""
+
+    def generator(self, stream: str) -> np.random.Generator:
+        """A generator seeded by `seed(stream)`; for torch write `torch.Generator().manual_seed(context.seed(...))`."""
 
     def finding(self, finding: Finding) -> None:
         """Stores what a probe or check saw."""
@@ -107,6 +113,7 @@ class Description:
     metrics: tuple[str, ...]
     load: Callable[[], Workload]
     package: str  # the top-level package, shipped to remote workers
+    address: str  # how a worker finds it: a shipped name, or `package.module:Class`
 
     def fields(self) -> Mapping[str, SweepField]:
         return dict(_fields_of(self.config))
@@ -165,6 +172,7 @@ def describe(name: str) -> Description:
             metrics=tuple(module.METRICS),
             load=lambda: _load_class(module.IMPLEMENTATION),
             package=SHIPPED_PACKAGE,
+            address=name,
         )
     registered = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name in registered:
@@ -190,6 +198,7 @@ def _describe_class(name: str, target: str) -> Description:
         metrics=tuple(workload.metrics),
         load=lambda: _load_class(target),
         package=target.split(":")[0].split(".")[0],
+        address=target,
     )
 
 
@@ -223,7 +232,7 @@ def _import_failure(module_name: str, error: Exception) -> str:
     while trace is not None and trace.tb_next is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    return f"workload  importing {module_name} failed:\n{text}"
+    return f"importing {module_name} failed:\n{text}"
 
 
 def _is_machinery(file_name: str) -> bool:
@@ -238,6 +247,7 @@ def _fields_of(config: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
             continue
         extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         default = info.get_default(call_default_factory=True) if not info.is_required() else None
+        _refuse_unstorable(prefix + name, default)
         yield (
             prefix + name,
             SweepField(
@@ -252,6 +262,13 @@ def _fields_of(config: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
                 sql_type=_sql_type(annotation),
             ),
         )
+
+
+def _refuse_unstorable(name: str, default: Any) -> None:
+    try:
+        jsonable(None if default is PydanticUndefined else default)
+    except TypeError as error:
+        raise OrchError(f"the workload's field {name}: {error}; give it a type that JSON knows") from None
 
 
 def _sql_type(annotation: Any) -> str:
@@ -289,7 +306,11 @@ def _checker(config: type[BaseModel], info: FieldInfo) -> Callable[[Any], Any]:
 
     def check(value: Any) -> Any:
         try:
-            return adapter().validate_python(value)
+            checked = adapter().validate_python(value)
+            jsonable(checked)
+            return checked
+        except TypeError as error:
+            raise ValueError(f"{error}; give the field a type that JSON knows") from None
         except ValidationError as error:
             raise ValueError("; ".join(item["msg"] for item in error.errors())) from None
 

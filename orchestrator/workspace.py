@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from orchestrator import __version__, ledger
 from orchestrator.database import reader, schema, view_catalog
 from orchestrator.database.connection import Database, open_database
 from orchestrator.reports.source import Query
-from orchestrator.settings import Home, Settings
+from orchestrator.settings import Home, Settings, journal_folder, remote_journal_folder
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,26 @@ class Workspace:
     settings: Settings
     home: Home
     database: Database
+    identity: str  # of the database's contents: a journal is written into the one it was kept for, never another
 
     @property
     def is_embedded(self) -> bool:
         return self.settings.database_url is None
+
+    @property
+    def psql_line(self) -> str:
+        """What a person types to reach the database; the password comes from its file, or psql asks for it."""
+        password_file = self.home.secret_file("postgres") if self.is_embedded else None
+        return self.database.psql_line(password_file=password_file)
+
+    @property
+    def journal(self) -> Path:
+        return journal_folder(self.settings, self.home) / self.identity
+
+    @property
+    def remote_journal(self) -> Path:
+        """The journal on the nodes of a cluster."""
+        return remote_journal_folder(self.settings) / self.identity
 
     @cached_property
     def query(self) -> Query:
@@ -60,13 +75,14 @@ def open_workspace(home_path: Path | None, *, allow_nonempty: bool = False) -> W
     schema.prepare(
         database,
         fingerprint(),
-        [_create_mlflow_tables, _upgrade_ledger, _apply_views],
+        [_create_mlflow_tables, _upgrade_ledger, _apply_views, schema.name_contents],
         expected_revision=_expected_revision,
         allow_nonempty=allow_nonempty,
     )
     with database.connect("orch") as connection:
         view_catalog.apply(connection)  # one short look, unless somebody dropped schema orch since
-    return Workspace(settings, home, database)
+        identity = schema.identity(connection)
+    return Workspace(settings, home, database, identity)
 
 
 def _create_mlflow_tables(database: Database) -> None:
@@ -93,13 +109,8 @@ def _apply_views(database: Database) -> None:
 
 def fingerprint() -> str:
     """Names the schema this program makes; a database that carries it needs no further look."""
-    parts: Sequence[str] = (__version__, version("mlflow"), ledger.HEAD, view_catalog.files_digest())
+    parts: Sequence[str] = (__version__, version("mlflow"), ledger.HEAD, schema.IDENTITY, view_catalog.files_digest())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def quiet_mlflow() -> None:
-    """No telemetry unless the user asked for it. Must run before mlflow is imported."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 
 def open_for_reading(home: Path | None) -> Query:
@@ -111,10 +122,9 @@ def start_services(home: Path | None) -> list[str]:
     """Starts the database and returns what to say about it."""
     workspace = open_workspace(home)
     kind = "embedded PostgreSQL" if workspace.is_embedded else "given PostgreSQL"
-    password_file = workspace.home.secret_file("postgres") if workspace.is_embedded else None
     return [
         f"{kind} is up: {workspace.database}",
-        f"psql:   {workspace.database.psql_line(password_file=password_file)}",
+        f"psql:   {workspace.psql_line}",
         "views:  orch sql    MLflow and dashboards:  orch ui",
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from pathlib import Path
@@ -87,4 +88,16 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         sys.stderr.close()
         code = 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        click.echo(f"no space left on the device of {error.filename or 'standard output'}", err=True)
+        code = 1
+    except Exception as error:  # the database went away between two of our questions
+        from orchestrator.database.connection import is_away, why_away
+
+        if not is_away(error):
+            raise
+        click.echo(f"the database does not answer any more ({why_away(error)}); try again", err=True)
+        code = 2
     sys.exit(code if isinstance(code, int) else 0)

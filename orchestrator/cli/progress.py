@@ -33,6 +33,9 @@ class Tally:
 
     def opened(self, run: SweepRun, total: int, workers: int) -> None:
         self.run, self.total = run, total
+        for row in run.trials.values():  # what an earlier command finished counts too
+            if row.state is TrialState.FINISHED:
+                self._consider(row.objective, row.number)
         self.endings = [time.monotonic()]
 
     def started(self, job: Job) -> None:
@@ -40,11 +43,15 @@ class Tally:
 
     def ended(self, job: Job, outcome: Outcome, will_retry: bool) -> None:
         self.endings.append(time.monotonic())
-        value = outcome.objective
-        if outcome.state is TrialState.FINISHED and value is not None and math.isfinite(value):
-            assert self.run is not None
-            if self.best is None or self.run.spec.metric.better(value, self.best[0]):
-                self.best = (value, job.number)
+        if outcome.state is TrialState.FINISHED:
+            self._consider(outcome.objective, job.number)
+
+    def _consider(self, value: float | None, number: int) -> None:
+        assert self.run is not None
+        if value is None or not math.isfinite(value):
+            return
+        if self.best is None or self.run.spec.metric.better(value, self.best[0]):
+            self.best = (value, number)
 
     def said(self, text: str) -> None:
         """A remark; the displays that print override this."""

@@ -20,6 +20,7 @@ from orchestrator.reports.table import Format, Table
 @click.pass_context
 def command(ctx: click.Context, query: str | None, file: Path | None, fmt: Format) -> None:
     """Run QUERY on the views (sweeps, runs, metrics, final_metrics, findings, stability, sweep_<name>)."""
+    from orchestrator.errors import QueryError
     from orchestrator.workspace import open_for_reading
 
     if query and file:
@@ -27,6 +28,8 @@ def command(ctx: click.Context, query: str | None, file: Path | None, fmt: Forma
     text = file.read_text() if file else query
     if text is None and not sys.stdin.isatty():
         text = sys.stdin.read()
+    if text is not None and not text.strip():
+        raise QueryError("the query is empty; write for example: orch sql 'select sweep, state from sweeps'")
     run = open_for_reading(ctx.obj)
     if text is not None:
         print_table(Table(*run(text)), fmt)

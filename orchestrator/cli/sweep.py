@@ -36,7 +36,8 @@ def command(
     """Run the sweep file SPEC."""
     fmt: Format = "json" if as_json else "table"
     if dry_run:
-        show_plan(spec, overrides, name, fmt)
+        limit = () if max_concurrent is None else (f"resources.max_concurrent={max_concurrent}",)
+        show_plan(spec, (*overrides, *limit), name, fmt)
         return 0
     from orchestrator.cli.progress import progress
     from orchestrator.cli.sweep_end import print_end
@@ -50,8 +51,9 @@ def command(
         max_concurrent=max_concurrent,
         address=address,
         inline=inline,
+        home=ctx.obj,
     )
     with progress(as_json) as observer:
-        ending = run_sweep(ctx.obj, request, observer)
+        ending = run_sweep(request, observer)
     print_end(ending, fmt)
     return ending.exit_code

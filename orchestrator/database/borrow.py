@@ -16,12 +16,15 @@ __all__ = ["Engine", "borrowed"]
 def borrowed(engine: Engine) -> Iterator[psycopg.Connection[Any]]:
     """A connection of the pool; what was done on it is committed at the end, or rolled back when an error leaves."""
     link = engine.raw_connection()
+    connection: Any = link.driver_connection
     try:
-        connection: Any = link.driver_connection
         yield connection
         connection.commit()
     except BaseException:
-        link.rollback()
+        if connection.closed:  # the server cut it: there is nothing to roll back, and nobody shall get it again
+            link.invalidate()
+        else:
+            link.rollback()
         raise
     finally:
         link.close()

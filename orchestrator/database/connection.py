@@ -6,6 +6,7 @@ A `Database` holds a password; whatever it prints shows `***` instead.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from urllib.parse import quote
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import URL, Engine, create_engine
+from sqlalchemy.exc import DBAPIError
 
 from orchestrator.database.embedded import ensure_running
-from orchestrator.errors import DatabaseUnavailable
+from orchestrator.errors import DatabaseUnavailable, OrchError
 from orchestrator.settings import Home, Settings
 
 OLDEST_VERSION = 15
@@ -193,6 +195,33 @@ def explain(error: psycopg.OperationalError, database: Database) -> DatabaseUnav
         f"{database}: cannot connect ({reason}); "
         "start that server, correct ORCH_DATABASE_URL, or unset it to use the embedded server"
     )
+
+
+def is_away(error: BaseException) -> bool:
+    """True when the database could not be reached or was restarting, so that the same call may succeed later.
+
+    Looks through what SQLAlchemy and MLflow wrap around the driver's errors.
+    """
+    return not isinstance(error, OrchError) and any(map(_says_away, _causes(error)))  # ours says what it means
+
+
+def _says_away(error: BaseException) -> bool:
+    if isinstance(error, DBAPIError):
+        return error.connection_invalidated or isinstance(error.orig, psycopg.OperationalError)
+    return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+
+
+def why_away(error: BaseException) -> str:
+    """The driver's own words in one line."""
+    own = [one for one in _causes(error) if isinstance(one, psycopg.OperationalError)]
+    return _reason(own[-1]) if own else str(error).split("\n")[0]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
 
 
 def _is_missing(database: Database) -> bool:

@@ -31,7 +31,8 @@ SESSION = {
     "jit": "off",  # compiling takes longer than our queries
 }
 SCRAM_ROUNDS = 4096  # as PostgreSQL's own verifier, beside which ours adds no weakness
-UNDEFINED_COLUMN, UNDEFINED_TABLE, READ_ONLY = "42703", "42P01", "25006"
+UNDEFINED_COLUMN, UNDEFINED_TABLE = "42703", "42P01"
+WRITES = ("25006", "55000")  # in a read-only transaction; into a view that cannot be written
 IDENTIFIER = re.compile(r'(?:"(?:[^"]|"")+"|\w+)(?:\.(?:"(?:[^"]|"")+"|\w+))*')
 
 Connection = psycopg.Connection[Any]
@@ -106,8 +107,6 @@ def run_query(reader: Database, query: str, parameters: Sequence[Any] = ()) -> A
             # The extended protocol takes one statement only: `; commit; ...` cannot follow.
             cursor = connection.execute(query, parameters or None, prepare=True)
             rows = cursor.fetchall() if cursor.description else []
-            if cursor.statusmessage is None:
-                raise QueryError("the query is empty; write for example: orch sql 'select sweep, state from sweeps'")
         except UnicodeEncodeError as error:
             raise QueryError(f"the query is not valid text at character {error.start + 1}") from None
         except psycopg.Error as error:
@@ -213,13 +212,13 @@ def _in_words(connection: Connection, query: str, error: psycopg.Error) -> str:
     diagnosis = error.diag
     if "multiple commands into a prepared statement" in (diagnosis.message_primary or ""):
         return "one statement at a time: nothing may follow the first ;"
+    if diagnosis.sqlstate in WRITES:
+        return f"{diagnosis.message_primary}\norch sql only reads; orch up prints how to reach the database with psql"
     lines = [diagnosis.message_primary or str(error).strip()]
     position = int(diagnosis.statement_position or 0) - 1
     if position >= 0:
         lines.append(_place(query, position))
     lines += [text for text in (diagnosis.message_detail, diagnosis.message_hint) if text]
-    if diagnosis.sqlstate == READ_ONLY:
-        lines.append("orch sql only reads; orch up prints how to reach the database with psql")
     if diagnosis.sqlstate in (UNDEFINED_COLUMN, UNDEFINED_TABLE) and position >= 0:
         near = _nearest(connection, query, position, diagnosis.sqlstate)
         lines += [f"nearest: {', '.join(near)}"] if near else []

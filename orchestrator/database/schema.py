@@ -21,6 +21,7 @@ from orchestrator.errors import DatabaseUnavailable
 SCHEMA_LOCK = 0x6F726368  # "orch" in ASCII; an advisory lock of one database
 FINGERPRINT = "fingerprint"
 MLFLOW_REVISION = "mlflow_revision"
+IDENTITY = "identity"
 CREATING = "creating"  # noted while MLflow's tables are being made, so that a crash there can be told from a stranger's
 MLFLOW_TABLES = ("experiments", "latest_metrics", "experiment_tags")  # together they are nobody else's
 
@@ -179,3 +180,17 @@ def _in_words(database: Database, error: BaseException | None) -> DatabaseUnavai
         f'grant create on database "{database.name}" to "{database.user}"; '
         f'grant create on schema public to "{database.user}"'
     )
+
+
+def name_contents(database: Database) -> None:
+    """Gives the database's contents a name for ever; a copy of them, or a restored backup, keeps it."""
+    with database.connect("orch-schema", autocommit=True) as connection:
+        query = "insert into orch_ledger.meta values (%s, gen_random_uuid()::text) on conflict (key) do nothing"
+        connection.execute(query, [IDENTITY])
+
+
+def identity(connection: Connection) -> str:
+    """The name that `name_contents` gave."""
+    row = connection.execute("select value from orch_ledger.meta where key = %s", [IDENTITY]).fetchone()
+    assert row is not None, "prepare has named it"
+    return str(row[0])

@@ -13,6 +13,7 @@ from orchestrator.trial import Finding
 
 SYNC_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
+CLOSE_AFTER_ERROR_TIMEOUT_S = 5.0  # a person waits for the message; the journal keeps what is not written yet
 
 
 def points_of(job: Job, step: int, timestamp_ms: int, metrics: Mapping[str, float]) -> Points:
@@ -51,9 +52,13 @@ def run_inline(feed: Feed, database_url: str, journal_folder: Path) -> Remainder
     """
     recorder = Recorder(functools.partial(connect_by_url, database_url), journal_folder)
     sink = RecorderSink(recorder, feed)
+    close_timeout_s = CLOSE_TIMEOUT_S
     try:
         while not feed.stopping and (job := feed.next_job()) is not None:
             feed.ended(job, run_trial(job, sink))
+    except BaseException:
+        close_timeout_s = CLOSE_AFTER_ERROR_TIMEOUT_S
+        raise
     finally:
-        remainder = recorder.close(CLOSE_TIMEOUT_S)
+        remainder = recorder.close(close_timeout_s)
     return remainder

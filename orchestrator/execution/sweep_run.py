@@ -6,13 +6,16 @@ import datetime as dt
 import json
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from orchestrator.errors import NotFound
+from orchestrator.database.connection import is_away
+from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound
 from orchestrator.execution.job import Job
+from orchestrator.execution.patience import Patience
 from orchestrator.ledger.store import Ledger, SweepRow, TrialRow
 from orchestrator.search.searcher import Searcher
 from orchestrator.spec.resolved import to_json
@@ -24,7 +27,8 @@ from orchestrator.workload import Description, flatten
 if TYPE_CHECKING:  # MLflow takes a second to import: a finished sweep is shown without it
     from orchestrator.tracking.runs import Runs
 
-RETRYABLE = (Failure.WORKER_DEATH, Failure.TIMEOUT)
+RETRYABLE = (Failure.WORKER_DEATH, Failure.OUT_OF_MEMORY, Failure.TIMEOUT)
+HOLD_CHECK_S = 5.0
 
 
 class Observer(Protocol):
@@ -64,6 +68,7 @@ class SweepRun:
         placement: Placement,
         run_tags: Mapping[str, str],
         refresh_views: Callable[[bool], None],
+        keep_hold: Callable[[], None],
     ) -> None:
         self.sweep, self.spec, self.workload, self.searcher = sweep, spec, workload, searcher
         self.ledger, self.runs, self.observer, self.placement = ledger, runs, observer, placement
@@ -72,6 +77,10 @@ class SweepRun:
         self.abort_reason = ""
         self.without_record: dict[int, str] = {}  # trial number -> why MLflow does not show how it ended
         self.interrupted = False
+        self.lost_to: AlreadyExists | None = None  # another command drives this sweep now
+        self._num_failures: Counter[int] = Counter()  # by trial number, since this command began
+        self._keep_hold, self._held_at = keep_hold, time.monotonic()
+        self.patiently = Patience(observer.said, lambda: self.interrupted, keep_hold)
         self._spec_text = json.dumps(to_json(spec), indent=2, ensure_ascii=False)
         self._searched_out = False
         self._said_stopping = False
@@ -84,22 +93,18 @@ class SweepRun:
 
     @property
     def stopping(self) -> bool:
-        return self.interrupted or bool(self.abort_reason)
+        return self.interrupted or bool(self.abort_reason) or self.lost_to is not None
 
     def next_job(self) -> Job | None:
+        if self.lost_to is not None:
+            raise self.lost_to
         while (trial := self._claim()) is not None:
             try:
-                return self._open(trial)
-            except (
-                Exception
-            ) as error:  # no run can be opened (experiment deleted, ...): this trial fails, the rest goes on
-                outcome = Outcome(
-                    TrialState.FAILED,
-                    reason=f"no MLflow run: {error}"[:500],
-                    error=str(error),
-                    failure=Failure.NO_RECORD,
-                )
-                self._close(self._job(trial, trial.attempts, trial.run_id or "", 0), outcome)
+                return self._opened(trial)
+            except (DatabaseLost, AlreadyExists):  # these end the command
+                raise
+            except Exception as error:  # no run (experiment deleted, ...): this trial fails, the rest goes on
+                self._close_unopened(trial, error)
         return None
 
     def exhausted(self) -> bool:
@@ -108,7 +113,7 @@ class SweepRun:
 
     def ended(self, job: Job, outcome: Outcome) -> None:
         if self._deserves_retry(job, outcome):
-            self.ledger.requeue(job.trial_id, job.attempt, outcome)
+            self.patiently(lambda: self.ledger.requeue(job.trial_id, job.attempt, outcome))
             self._remember(job.number, TrialState.WAITING, outcome)
             self.observer.ended(job, outcome, will_retry=True)
             return
@@ -120,7 +125,20 @@ class SweepRun:
         if self.interrupted and not self._said_stopping:
             self._said_stopping = True
             self.observer.said("stopping: running trials end at their next report; once more stops at once")
-        self.refresh_views(False)
+        try:
+            self._check_hold()
+            self.refresh_views(False)
+        except AlreadyExists as error:
+            self.lost_to = error
+        except Exception as error:  # away for a moment: a view that is a little behind stops nobody
+            if not is_away(error):
+                raise
+
+    def _check_hold(self) -> None:
+        """A restarted database has forgotten that the sweep is ours; somebody else may have taken it since."""
+        if time.monotonic() - self._held_at > HOLD_CHECK_S:
+            self._held_at = time.monotonic()
+            self._keep_hold()
 
     # What the command reads
 
@@ -133,25 +151,50 @@ class SweepRun:
         if candidates is None:
             self._searched_out = True
             return ()
-        rows = self.ledger.add_trials(self.sweep.id, [self._ledger_item(candidate) for candidate in candidates])
+        items = [self._ledger_item(candidate) for candidate in candidates]
+
+        def add_again() -> Sequence[TrialRow]:
+            self.ledger.add_trials(self.sweep.id, items)  # the first try may have added them
+            return [row for row in self.ledger.trials(self.sweep.id) if row.number not in self.trials]
+
+        rows = self.patiently(lambda: self.ledger.add_trials(self.sweep.id, items), add_again)
         self.trials.update((row.number, row) for row in rows)
         return rows
 
     # Parts
 
     def _claim(self) -> TrialRow | None:
-        trial = self.ledger.claim(self.sweep.id)
+        trial = self._claimed()
         while trial is None and not self._searched_out and self.expand():
-            trial = self.ledger.claim(self.sweep.id)
+            trial = self._claimed()
         return trial
 
-    def _open(self, trial: TrialRow) -> Job:
-        """The MLflow run first (its id in the ledger before training starts), then the attempt."""
+    def _claimed(self) -> TrialRow | None:
+        def claim_again() -> TrialRow | None:
+            """A claim whose answer was lost has a trial running that nobody trains."""
+            lost = [row for row in self.ledger.trials(self.sweep.id) if self._waits_for_us(row)]
+            return min(lost, key=lambda row: row.number) if lost else self.ledger.claim(self.sweep.id)
+
+        return self.patiently(lambda: self.ledger.claim(self.sweep.id), claim_again)
+
+    def _waits_for_us(self, row: TrialRow) -> bool:
+        ours = self.trials.get(row.number)
+        return row.state is TrialState.RUNNING and ours is not None and ours.state is TrialState.WAITING
+
+    def _opened(self, trial: TrialRow) -> Job:
+        return self.patiently(lambda: self._open(trial), lambda: self._open(trial, again=True))
+
+    def _open(self, trial: TrialRow, again: bool = False) -> Job:
+        """The MLflow run first (its id in the ledger before training starts), then the attempt.
+
+        `again` looks first for the run that a failed try may have made.
+        """
         attempt_number = trial.attempts + 1
         if trial.run_id is None:
-            run_id = self.runs.create(
+            key = f"{self.sweep.id}/{trial.number}"
+            run_id = (self.runs.adopt([key]).get(key) if again else None) or self.runs.create(
                 self._experiment_id(),
-                trial_key=f"{self.sweep.id}/{trial.number}",
+                trial_key=key,
                 run_name=f"{self.sweep.name}-{trial.number}",
                 params=trial.config,
                 tags=self._tags(trial),
@@ -168,15 +211,35 @@ class SweepRun:
             pid=os.getpid(),
             git_commit=self.run_tags.get("orch.git_commit", ""),
         )
-        job = self._job(trial, attempt.number, run_id, _milliseconds(attempt.started_at))
+        artifact_uri = self.runs.artifact_uri(self._experiment_id(), run_id)
+        job = self._job(trial, attempt.number, run_id, artifact_uri, _milliseconds(attempt.started_at))
         if attempt.number == 1:
             store_text(job.artifact_uri, self._spec_text, "sweep.json")
         self._remember(trial.number, TrialState.RUNNING, None, run_id=run_id)
         self.observer.started(job)
         return job
 
+    def _close_unopened(self, trial: TrialRow, error: Exception) -> None:
+        """Fails a claimed trial, however far its opening came."""
+        reason = f"no MLflow run: {error}".split("\n")[0][:500]
+        outcome = Outcome(TrialState.FAILED, reason=reason, error=str(error), failure=Failure.NO_RECORD)
+
+        def reached() -> TrialRow:
+            row = next(row for row in self.ledger.trials(self.sweep.id) if row.id == trial.id)
+            if row.attempts == trial.attempts:
+                self.ledger.begin_attempt(trial.id, self.placement.host, pid=os.getpid())
+                row = replace(row, attempts=row.attempts + 1)
+            return row
+
+        row = self.patiently(reached)
+        self._close(self._job(row, row.attempts, row.run_id or "", "", 0), outcome)
+
     def _close(self, job: Job, outcome: Outcome) -> None:
-        self.ledger.finish(job.trial_id, job.attempt, outcome, host=outcome.host, device=self.placement.device)
+        device = self.placement.device
+        if not self.patiently(
+            lambda: self.ledger.finish(job.trial_id, job.attempt, outcome, host=outcome.host, device=device)
+        ):
+            self.without_record[job.number] = "another command has taken the trial over"
         self._remember(job.number, outcome.state, outcome)
         self._end_run(job, outcome)
         self.observer.ended(job, outcome, will_retry=False)
@@ -186,14 +249,23 @@ class SweepRun:
         try:
             if not job.run_id:
                 raise NotFound(outcome.reason)
-            self.runs.terminate(job.run_id, outcome.state, reason=outcome.reason, diverged_at=outcome.diverged_at)
-            if outcome.error:
-                self.runs.log_text(job.run_id, outcome.error, "error.txt")
+            self.patiently(lambda: self._terminate(job.run_id, outcome))
+        except DatabaseLost:
+            raise
         except Exception as error:  # MLflow's own errors have no common base that we could name without importing it
             self.without_record[job.number] = str(error).split("\n")[0][:300]
 
+    def _terminate(self, run_id: str, outcome: Outcome) -> None:
+        tags = {"orch.host": outcome.host} if outcome.host else {}
+        self.runs.terminate(run_id, outcome.state, outcome.reason, outcome.diverged_at, tags)
+        if outcome.error:
+            self.runs.log_text(run_id, outcome.error, "error.txt")
+
     def _deserves_retry(self, job: Job, outcome: Outcome) -> bool:
-        if self.stopping or outcome.state is not TrialState.FAILED or job.attempt > self.spec.retries.count:
+        if self.stopping or outcome.state is not TrialState.FAILED:
+            return False
+        self._num_failures[job.number] += 1
+        if self._num_failures[job.number] > self.spec.retries.count:
             return False
         if outcome.failure is Failure.NO_OBJECTIVE:
             return False
@@ -210,20 +282,20 @@ class SweepRun:
         config = flatten(self.workload.resolve(candidate.params))
         return candidate, {name: jsonable(value) for name, value in config.items()}, config_hash(candidate.params)
 
-    def _job(self, trial: TrialRow, attempt: int, run_id: str, started_at_ms: int) -> Job:
+    def _job(self, trial: TrialRow, attempt: int, run_id: str, artifact_uri: str, started_at_ms: int) -> Job:
         return Job(
             sweep_id=self.sweep.id,
             trial_id=trial.id,
             number=trial.number,
             attempt=attempt,
             run_id=run_id,
-            workload=self.spec.workload,
+            workload=self.workload.address,
             params=dict(trial.params),
             metric=self.spec.metric.name,
             stop_diverged=self.spec.stop_diverged,
             log_every=self.spec.log_every,
             started_at_ms=started_at_ms,
-            artifact_uri=self.runs.artifact_uri(self._experiment_id(), run_id) if run_id else "",
+            artifact_uri=artifact_uri,
             device=self.placement.device,
             trial_time_s=self.spec.resources.trial_time_s,
         )

@@ -10,12 +10,16 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestrator.execution.job import Job, Sink
 from orchestrator.tracking.artifacts import store_file
-from orchestrator.tracking.recorder import MetricError, legal_key, real_number
+from orchestrator.tracking.recorder import MetricError, legal_key, real_number, whole_step
 from orchestrator.trial import Failure, Finding, Outcome, Report, Severity, TrialState
 from orchestrator.workload import Description, describe
+
+if TYPE_CHECKING:  # commands that train nothing need not load it
+    import numpy as np
 
 TRAINING_LOSS = "train/loss"
 NONFINITE_PARAMETERS = "params/nonfinite"  # a workload that counts them here is judged by them
@@ -44,6 +48,11 @@ class TrialContext:
     def seed(self, stream: str) -> int:
         digest = hashlib.sha256(f"{self._trial_seed}/{stream}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
+
+    def generator(self, stream: str) -> np.random.Generator:
+        import numpy as np
+
+        return np.random.default_rng(self.seed(stream))
 
     def finding(self, finding: Finding) -> None:
         self._sink.finding(self._job, finding)
@@ -129,10 +138,16 @@ def run_trial(job: Job, sink: Sink) -> Outcome:
         outcome = _failed(verdict, str(timeout), Failure.TIMEOUT, "")
     except MetricError as error:
         outcome = _failed(verdict, str(error), Failure.EXCEPTION, "")
-    except Exception as error:  # the boundary between the user's code and ours: kept whole, shown, counted
-        outcome = _failed(verdict, f"{type(error).__name__}: {error}", Failure.EXCEPTION, traceback.format_exc())
+    except (Exception, SystemExit) as error:  # the boundary between the user's code and ours: kept, shown, counted
+        outcome = _failed(verdict, f"{type(error).__name__}: {error}", _kind(error), traceback.format_exc())
     sink.sync()
     return replace(outcome, seconds=time.monotonic() - started, host=socket.gethostname())
+
+
+def _kind(error: BaseException) -> Failure:
+    """Out of memory is told apart, torch's own by its name: the orchestrator does not import torch."""
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return Failure.OUT_OF_MEMORY if is_memory else Failure.EXCEPTION
 
 
 class TrialTimeout(Exception):
@@ -141,6 +156,8 @@ class TrialTimeout(Exception):
 
 def _failed(verdict: Verdict, reason: str, failure: Failure, error: str) -> Outcome:
     first_line = reason.split("\n")[0][:500]
+    if verdict.diverged_at is not None:  # it trained on after that; how it ended then does not undo the result
+        return replace(verdict.outcome(stopped=False), error=error or reason)
     return Outcome(
         TrialState.FAILED, verdict.objective, verdict.last_step, None, first_line, error or reason, failure=failure
     )
@@ -156,15 +173,16 @@ def _train(job: Job, sink: Sink, verdict: Verdict) -> bool:
     reports = workload.load().run(config, context)
     try:
         for report in reports:
+            step = whole_step(report.step)
             metrics = {keys.legal(name): real_number(name, value) for name, value in report.metrics.items()}
-            sink.record(job, report.step, _timestamp_ms(report, job), metrics)
-            verdict.see(report.step, metrics)
+            sink.record(job, step, _timestamp_ms(report, job), metrics)
+            verdict.see(step, metrics)
             if verdict.diverged_at is not None and job.stop_diverged:
                 return False
             if context.stopping:
                 return True
             if time.monotonic() > deadline:
-                raise TrialTimeout(f"ran longer than trial_time = {job.trial_time_s:g} s (at step {report.step})")
+                raise TrialTimeout(f"ran longer than trial_time = {job.trial_time_s:g} s (at step {step})")
     finally:
         close = getattr(reports, "close", None)  # iterators that are not generators need no closing
         if close is not None:

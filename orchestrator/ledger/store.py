@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
+import psycopg
 from sqlalchemy import Engine, RowMapping, select, text
 from sqlalchemy.dialects.postgresql import insert as upsert
 
@@ -175,7 +176,7 @@ BEGIN_ATTEMPT = text(
 CLOSE_ATTEMPT = """
     update orch_ledger.attempts
     set state = :state, ended_at = clock_timestamp(), failure = :failure, error = :error,
-        seconds = :seconds
+        seconds = :seconds, host = coalesce(nullif(:worker_host, ''), host)
     where trial_id = :trial_id and number = :attempt and state in ('running', 'killed', :state)
     returning trial_id
 """
@@ -226,7 +227,7 @@ MARK = text(
     with marked as (
         update orch_ledger.trials as trials
         set state = :state, reason = :reason, ended_at = clock_timestamp()
-        where sweep_id = :sweep_id and state in ('waiting', 'running')
+        where sweep_id = :sweep_id and state = any(:states)
         returning {TRIAL_COLUMNS}
     ),
     closed as (
@@ -261,23 +262,47 @@ HOLDER = text(
 
 
 class Hold:
-    """A sweep's driver's proof that it is the only one. Lost when its connection is."""
+    """A sweep's driver's proof that it is the only one: a session-level advisory lock on a connection of its own.
 
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
+    Lost when its connection is.
+    """
+
+    def __init__(self, ledger: Ledger, sweep_id: int) -> None:
+        self._ledger, self._sweep_id = ledger, sweep_id
+        self._pool = ledger._engine.pool.recreate()  # same settings and events, no shared connections
+        self._link: Any = None
 
     def still_held(self) -> bool:
         """False after the database restarted or cut the connection: another command may drive the sweep by now."""
+        if self._link is None:
+            return False
         try:
-            self._connection.execute("select 1")
-        except self._connection_errors():
+            self._link.driver_connection.execute("select 1")
+        except (psycopg.OperationalError, psycopg.InterfaceError):
             return False
         return True
 
-    def _connection_errors(self) -> tuple[type[Exception], ...]:
-        import psycopg
+    def renew(self) -> None:
+        """Takes the sweep again if the connection was lost. Raises AlreadyExists if somebody else was faster."""
+        if not self.still_held():
+            self.release()
+            self.take(again=True)
 
-        return (psycopg.OperationalError, psycopg.InterfaceError)
+    def take(self, again: bool = False) -> None:
+        self._link = self._pool.connect()
+        try:
+            connection = self._link.driver_connection
+            connection.autocommit = True
+            connection.execute("select set_config('application_name', %s, false)", (_driver_name(),))
+            self._ledger._take(connection, self._sweep_id, again)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.invalidate()  # closes it, which frees the lock
 
 
 class Ledger:
@@ -358,13 +383,6 @@ class Ledger:
         query = table.update().where(Sweep.id == sweep_id).values(values).returning(table)  # type: ignore[attr-defined]
         with self._single.connect() as connection:
             return _sweep_row(connection.execute(query).mappings().one())
-
-    def set_experiment(self, sweep_id: int, experiment_id: str) -> None:
-        self._one(
-            text("update orch_ledger.sweeps set experiment_id = :experiment_id where id = :sweep_id returning id"),
-            sweep_id=sweep_id,
-            experiment_id=experiment_id,
-        )
 
     def set_sweep_state(self, sweep_id: int, state: SweepState) -> None:
         """Also keeps `started_at` (the first start) and `ended_at` (the last end; null while it runs)."""
@@ -484,9 +502,17 @@ class Ledger:
         states = [state.value for state in (*UNFINISHED, *also)]
         return self._trials_of(RELEASE, sweep_id=sweep_id, states=states, numbers=list(numbers))
 
+    def abandon(self, sweep_id: int, reason: str) -> None:
+        """Marks what runs as killed and the sweep as interrupted: its command ends before its time."""
+        with self._engine.begin() as connection:
+            values = {"sweep_id": sweep_id, "states": ["running"], "state": "killed", "reason": reason}
+            connection.execute(MARK, values)
+            connection.execute(SET_SWEEP_STATE, {"sweep_id": sweep_id, "state": SweepState.INTERRUPTED.value})
+
     def mark_unfinished(self, sweep_id: int, state: TrialState = TrialState.KILLED, reason: str = "") -> list[TrialRow]:
         """Gives waiting and running trials the state in which an interrupted sweep leaves them; returns them."""
-        return self._trials_of(MARK, sweep_id=sweep_id, state=state.value, reason=reason)
+        states = [TrialState.WAITING.value, TrialState.RUNNING.value]
+        return self._trials_of(MARK, sweep_id=sweep_id, states=states, state=state.value, reason=reason)
 
     def attempts(self, trial_id: int) -> list[AttemptRow]:
         """All tries at a trial, by number."""
@@ -524,30 +550,26 @@ class Ledger:
     def hold(self, sweep_id: int) -> Iterator[Hold]:
         """Makes this command the sweep's only driver until the block ends or the process dies.
 
-        A session-level advisory lock on a connection of its own, which is not taken from the engine's pool.
         Raises AlreadyExists naming the holder: process, host and since when.
         """
-        pool = self._engine.pool.recreate()  # same settings and events, no shared connections
-        link = pool.connect()
+        hold = Hold(self, sweep_id)
+        hold.take()
         try:
-            connection: Any = link.driver_connection
-            connection.autocommit = True
-            connection.execute("select set_config('application_name', %s, false)", (_driver_name(),))
-            self._take(connection, sweep_id)
-            yield Hold(connection)
+            yield hold
         finally:
-            link.invalidate()  # closes it, which frees the lock
-            pool.dispose()
+            hold.release()
 
     # Plumbing
 
-    def _take(self, connection: Any, sweep_id: int) -> None:
+    def _take(self, connection: Any, sweep_id: int, again: bool) -> None:
         key = sweep_id % 2**31
         for _ in range(20):
             if connection.execute("select pg_try_advisory_lock(%s::int, %s::int)", (LOCK_CLASS, key)).fetchone()[0]:
                 return
             with self._single.connect() as other:
                 holder = other.execute(HOLDER, {"class": LOCK_CLASS, "object": key}).one_or_none()
+            if again and holder is not None and holder[0] == _driver_name():
+                return  # a cut connection of ours that the server still believes in: nobody else has the sweep
             if holder is not None:
                 who = (holder[0] or "another session").removeprefix("orch sweep ")
                 since = f" since {holder[1].astimezone():%Y-%m-%d %H:%M:%S %Z}" if holder[1] else ""
@@ -629,6 +651,7 @@ def _outcome_values(trial_id: int, attempt: int, outcome: Outcome) -> dict[str, 
         "error": outcome.error,
         "failure": outcome.failure.value,
         "seconds": outcome.seconds,
+        "worker_host": outcome.host,
     }
 
 

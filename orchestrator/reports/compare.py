@@ -28,8 +28,9 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
     cells: dict[str, tuple[list[Any], list[Record]]] = {}
     for one in facts:
         for record in trial_records(query, one.name, wanted):
-            _check_axes(axes, record, one)
-            label = [one.name, *(record["params"].get(axis) for axis in axes)]
+            if by:
+                _check_axes(axes, record, one)
+            label = [one.name, *(record["config"].get(axis) for axis in axes)]
             cells.setdefault(canonical_json(label), (label, []))[1].append(record)
     head = ["sweep", *axes] if len(facts) > 1 else list(axes)
     columns = [
@@ -47,9 +48,9 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
 
 
 def _check_axes(axes: Sequence[str], record: Record, facts: SweepFacts) -> None:
-    missing = [axis for axis in axes if axis not in record["params"]]
+    missing = [axis for axis in axes if axis not in record["config"]]
     if missing:
-        hint = nearest(missing[0], facts.axes or list(record["params"]))
+        hint = nearest(missing[0], facts.axes or list(record["config"]))
         raise OrchError(f"--by  {missing[0]!r} is not a parameter of sweep {facts.name}; {hint}")
 
 

@@ -88,12 +88,12 @@ def trial_records(query: Query, sweep: str, metrics: Sequence[str]) -> list[dict
     """One record a trial: number, state, params, seconds, and the last value of each of `metrics`."""
     columns, rows = query(
         """
-        select r.trial, r.run_id, r.state, r.params, r.seconds, r.diverged_at,
+        select r.trial, r.run_id, r.state, r.params, r.config, r.seconds, r.diverged_at,
                coalesce(jsonb_object_agg(f.key, f.last::text) filter (where f.key is not null), '{}') as metrics
         from orch.runs r
         left join orch.final_metrics f on f.run_id = r.run_id and f.sweep = r.sweep and f.key = any(%s)
         where r.sweep = %s
-        group by r.trial, r.run_id, r.state, r.params, r.seconds, r.diverged_at
+        group by r.trial, r.run_id, r.state, r.params, r.config, r.seconds, r.diverged_at
         order by r.trial
         """,
         (list(metrics), sweep),

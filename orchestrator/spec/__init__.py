@@ -1,14 +1,13 @@
 """The sweep file: text to frozen values, with every mistake at its line. Imports nothing heavy."""
 
 from orchestrator.spec.document import read_sweep_file
-from orchestrator.spec.domains import SAMPLED, Choice, Domain, Grid, Int, Uniform
+from orchestrator.spec.domains import Choice, Domain, Grid, Int, Uniform
 from orchestrator.spec.faces import FieldFace, WorkloadFace, WorkloadOf
 from orchestrator.spec.parse import legal_name, parse_sweep
 from orchestrator.spec.resolved import from_json, spec_difference, to_json
 from orchestrator.spec.sweep_spec import SEED, Metric, Mode, Resources, Retries, Search, SweepSpec
 
 __all__ = [
-    "SAMPLED",
     "SEED",
     "Choice",
     "Domain",

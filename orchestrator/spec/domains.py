@@ -50,7 +50,6 @@ class Int:
 
 
 Domain = Grid | Choice | Uniform | Int
-SAMPLED = (Choice, Uniform, Int)
 NUMBERS = (Uniform, Int)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.errors import NotFound
+from orchestrator.errors import NotFound, WorkloadBroken
 from orchestrator.spec.cross_fields import check_combinations
 from orchestrator.spec.document import Node, head_comment, parse_document
 from orchestrator.spec.domains import Grid
@@ -34,6 +34,13 @@ from orchestrator.spec.sweep_spec import Search, SweepSpec
 
 LATER = ("when", "zip", "exclude", "scheduler", "unstable", "budget", "health")
 """Keys of the full language that this version refuses. To add one: read it here, then take it off this list."""
+
+NO_EFFECT_YET = {
+    "fuse": "every trial trains by itself in this version",
+    "preflight": "there are no checks before a sweep in this version",
+    "checkpoint_every": "a resumed trial starts at step 0 in this version",
+}
+"""Keys that are read and checked but change nothing yet; a plan says so."""
 
 KEYS = (
     *("name", "workload", "metric", "params", "seeds", "search", "resources", "retries", "retry_on", "stop"),
@@ -116,7 +123,7 @@ class _Parser:
             preflight=top.read("preflight", flag, True),
             checkpoint_every=top.read("checkpoint_every", whole(1), 100),
             file_name=self.file_name,
-            notes=tuple(params.notes),
+            notes=(*params.notes, *(f"{key}: {why}" for key, why in NO_EFFECT_YET.items() if key in entries)),
         )
 
     def _name(self, given: str | None) -> str:
@@ -139,7 +146,7 @@ class _Parser:
             return None
         try:
             return workload_of(name)
-        except NotFound as error:
+        except (NotFound, WorkloadBroken) as error:
             self.problems.add(self.lines["workload"], "workload", str(error))
             return None
 

@@ -30,6 +30,7 @@ from orchestrator.tracking.records import (
     num_points,
     real_number,
     to_json,
+    whole_step,
 )
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "connect_by_url",
     "legal_key",
     "real_number",
+    "whole_step",
 ]
 
 EAGER_RECORDS = 1_000  # so many waiting records are written at once, without waiting for `flush_after_s`
@@ -65,6 +67,11 @@ class Remainder:
     num_rejected: int = 0  # rows that Postgres will never take; kept in rejected.jsonl
     num_damaged: int = 0  # journal lines that could not be read back
     reason: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if everything that was given is in the database."""
+        return not (self.points or self.num_rejected or self.num_damaged or self.reason)
 
 
 class Recorder:

@@ -46,12 +46,16 @@ Record = Points | FindingRow
 
 def checked(points: Points) -> Points:
     """A copy with legal names and true floats. Raises MetricError naming the metric that is not a number."""
-    try:
-        step = operator.index(points.step)
-    except TypeError as error:
-        raise MetricError(f"step {points.step!r} is not a whole number") from error
     metrics = {legal_key(name): real_number(name, value) for name, value in points.metrics.items()}
-    return replace(points, step=step, timestamp_ms=int(points.timestamp_ms), metrics=metrics)
+    return replace(points, step=whole_step(points.step), timestamp_ms=int(points.timestamp_ms), metrics=metrics)
+
+
+def whole_step(step: Any) -> int:
+    """`step` as an int; numpy integers count. Raises MetricError for anything else."""
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        raise MetricError(f"step {step!r} is not a whole number") from error
 
 
 def real_number(name: str, value: Any) -> float:

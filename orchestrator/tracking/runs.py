@@ -177,19 +177,24 @@ class Runs:
 
         A parameter longer than MLflow keeps is shown as a marker, and all parameters then lie in `params.json` too.
         """
-        texts = {name: param_text(value) for name, value in params.items()}
         all_tags = {"mlflow.user": _user(), "orch.state": TrialState.RUNNING.value, **tags, TRIAL_TAG: trial_key}
         with self._one_at_a_time:
             run = self._client.create_run(
                 experiment_id, tags={name: _short_tag(text) for name, text in all_tags.items()}, run_name=run_name
             )
             run_id = str(run.info.run_id)
+        self.log_params(run_id, params)
+        return run_id
+
+    def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
+        """Writes the run's parameters; the same ones may be written again."""
+        texts = {name: param_text(value) for name, value in params.items()}
+        with self._one_at_a_time:
             for batch in _batches([Param(name, short_param(text)) for name, text in texts.items()]):
                 self._client.log_batch(run_id, params=batch)
         if any(len(text) > MAX_PARAM_VAL_LENGTH for text in texts.values()):
             values = {name: jsonable(value) for name, value in params.items()}
             self.log_text(run_id, json.dumps(values, indent=2, ensure_ascii=False), PARAMS_FILE)
-        return run_id
 
     def adopt(self, trial_keys: Iterable[str]) -> dict[str, str]:
         """The runs that already exist for these trials, by trial key: what a crash left without a row in the ledger."""

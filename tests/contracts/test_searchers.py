@@ -30,7 +30,7 @@ def spec_of(params: str, search: str = "") -> SweepSpec:
     def load() -> Any:
         raise AssertionError("not needed")
 
-    described = Description("toy", "", Config, ("val/mse",), load, "tests")
+    described = Description("toy", "", Config, ("val/mse",), load, "tests", "toy")
     text = f"workload: toy\nmetric: val/mse\nparams: {{{params}}}\n" + (f"search: {{{search}}}\n" if search else "")
     return parse_sweep(text, "t.yaml", lambda name: described)
 
@@ -109,7 +109,7 @@ def test_the_plan_is_kept_and_no_candidate_comes_twice(case):
 
 def test_candidates_hold_every_named_parameter_in_its_declared_type(case):
     spec, _ = case
-    fields = {name: face.check for name, face in Description("", "", Config, (), lambda: None, "").fields().items()}
+    fields = {name: face.check for name, face in Description("", "", Config, (), lambda: None, "", "").fields().items()}
     for told in drive(make_searcher(spec), []):
         params = told.candidate.params
         assert set(params) == {*spec.fixed, *spec.axes}

@@ -88,7 +88,7 @@ def test_ctrl_c_in_a_terminal_stops_marks_and_says_how_to_go_on(orch: Orch, name
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does: the whole group gets it
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    assert f"orch sweep {file} --resume" in output
+    assert f"orch sweep {file} --max-concurrent 2 --resume" in output
     states = {row["state"] for row in orch.rows(f"select distinct state from runs where sweep = '{name}'")}
     assert "running" not in states
     assert "waiting" in states
@@ -133,6 +133,8 @@ def test_json_lines_tell_a_machine_everything(ray_orch: Orch, name: str) -> None
     [
         ("ray.tune.execution.tune_controller", "TuneController", "_maybe_reuse_cached_actor"),
         ("ray.tune.utils.object_cache", "_ObjectCache", "increase_max"),
+        ("ray._private", "accelerators", "get_accelerator_manager_for_resource"),
+        ("ray._private", "utils", "get_num_cpus"),
     ],
 )
 def test_the_private_names_of_ray_that_we_touch_are_still_there(module: str, owner: str, attribute: str) -> None:

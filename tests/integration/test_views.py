@@ -482,7 +482,7 @@ def test_the_queries_of_the_documentation_answer(lab: Lab) -> None:
     for seed, c_z in enumerate((0.0, 0.0, 1e-3)):
         trial = lab.begin(sweep, {"c_z": c_z, "k": 2, "seed": seed}, c_z=c_z, precision="bf16")
         last = NAN if seed == 2 else 1.0 + seed
-        lab.log(trial, "val/loss", {0: 3.0, 10: last})
+        lab.log(trial, "val/mse", {0: 3.0, 10: last})
         lab.log(trial, "router/load/0", {10: 0.5})
         lab.ledger.add_findings(sweep.id, [(trial.id, 1, Finding("dead_expert", Severity.WARNING, "one is dead"))])
         lab.end(trial, TrialState.DIVERGED if seed == 2 else TrialState.FINISHED)

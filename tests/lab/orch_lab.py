@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
 from orchestrator.trial import Finding, Report, Severity
 from orchestrator.workload import Context, WorkloadConfig, fusible
@@ -55,11 +55,13 @@ class Odd:
         hidden: list[int] = Field(default_factory=lambda: [1])
         opt: Nested = Nested()
         x: float = fusible(1.0)
+        sleep_s: float = 0.0
 
     metrics = ("train/loss", "val/loss", "load/*")
 
     def run(self, config: Config, context: Context) -> Iterator[Report]:
         for step in range(1, config.steps + 1):
+            time.sleep(config.sleep_s)
             metrics = {"train/loss": 1 / step, "val/loss": config.x / step}
             if step == 2:
                 metrics = self._odd(config, context, metrics)
@@ -74,7 +76,7 @@ class Odd:
             raise RuntimeError("a planted failure")
         if config.do == "need_file" and not Path(config.file).exists():
             raise FileNotFoundError(config.file)
-        if config.do in ("nan", "inf"):
+        if config.do in ("nan", "inf", "-inf"):
             return {**metrics, "val/loss": float(config.do)}
         if config.do == "none":
             return {**metrics, "val/loss": None}  # type: ignore[dict-item]
@@ -125,3 +127,16 @@ class Witness:
                 "attempt": context.attempt,
             },
         )
+
+
+class Wide:
+    """Has fifty parameters and says one number."""
+
+    Config = create_model(  # the forty-nine besides `seed` are called a00 to a48 and hold their number
+        "Config", __base__=WorkloadConfig, seed=(int, 0), **{f"a{index:02d}": (int, index) for index in range(49)}
+    )
+
+    metrics = ("loss",)
+
+    def run(self, config: BaseModel, context: Context) -> Iterator[Report]:
+        yield Report(1, {"loss": 1.0})

@@ -69,7 +69,7 @@ def description(name: str, config: type[BaseModel]) -> Description:
     def load() -> Any:
         raise AssertionError("parsing must not load the implementation")
 
-    return Description(name, "", config, ("train/loss", "val/mse", "router/load/*"), load, "tests")
+    return Description(name, "", config, ("train/loss", "val/mse", "router/load/*"), load, "tests", name)
 
 
 def workload_of(name: str) -> Description:

@@ -66,7 +66,7 @@ class Cluster:
 def local_cluster(scratch: Path, token_file: Path) -> Iterator[Cluster]:
     """A Ray of our own for the time of the sweep, reachable with our token only. Call from the main thread."""
     environment.prepare(token_file)
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(Path.cwd()), *_python_path()]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*_python_path(), str(Path.cwd())]))
     import ray
 
     ray.init(
@@ -79,7 +79,7 @@ def local_cluster(scratch: Path, token_file: Path) -> Iterator[Cluster]:
         _temp_dir=str(scratch),
     )
     try:
-        yield Cluster(_nodes(), is_local=True, scratch=scratch)
+        yield Cluster(alive_nodes(), is_local=True, scratch=scratch)
     finally:
         ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)  # a session leaves 5 MB that nobody deletes
@@ -108,7 +108,7 @@ def attached_cluster(address: str, scratch: Path, packages: Sequence[str]) -> It
             f"RAY_ADDRESS={address}  no Ray cluster answers ({first_line}); start one, or unset it"
         ) from error
     try:
-        yield Cluster(_nodes(), is_local=False, scratch=scratch)
+        yield Cluster(alive_nodes(), is_local=False, scratch=scratch)
     finally:
         ray.shutdown()
 
@@ -125,7 +125,8 @@ def _folder_of(package: str) -> Path:
     return file.parent if file.name == "__init__.py" else file
 
 
-def _nodes() -> tuple[Node, ...]:
+def alive_nodes() -> tuple[Node, ...]:
+    """The cluster's machines as they are now."""
     import ray
 
     return tuple(

@@ -8,9 +8,9 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray import tune
 from ray.tune.execution.tune_controller import TuneController
@@ -18,7 +18,7 @@ from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
 from orchestrator.execution.job import Feed, Job, outcome_from_json
-from orchestrator.execution.ray_tune.cluster import Cluster
+from orchestrator.execution.ray_tune.cluster import Cluster, alive_nodes
 from orchestrator.execution.ray_tune.recorder_actor import Recorders
 from orchestrator.execution.ray_tune.worker import SILENCE_GRACE_S, TrialWorker
 from orchestrator.tracking.recorder import Remainder
@@ -26,6 +26,9 @@ from orchestrator.trial import Failure, Outcome, TrialState
 
 POLL_S = 0.02
 CLOSE_TIMEOUT_S = 60.0
+LOOK_AROUND_S = 0.5
+
+T = TypeVar("T")
 
 
 class JobSearcher(Searcher):  # type: ignore[misc]
@@ -37,6 +40,7 @@ class JobSearcher(Searcher):  # type: ignore[misc]
         self._recorder_prefix = recorder_prefix
         self.running: dict[str, tuple[Job, float]] = {}
         self.errors: dict[str, str] = {}
+        self.failure: Exception | None = None  # of the feed; raised when Tune has come to its end
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # Tune pickles the searcher for a snapshot that we never restore
@@ -46,13 +50,13 @@ class JobSearcher(Searcher):  # type: ignore[misc]
 
     def suggest(self, trial_id: str) -> dict[str, str] | str | None:
         while True:
-            if self._feed.stopping:
+            if self.stopping:
                 return str(Searcher.FINISHED)
-            job = self._feed.next_job()
+            job = self.guarded(self._feed.next_job)
             if job is not None:
                 self.running[trial_id] = (job, time.monotonic())
                 return {"job": job.to_json(), "workload": job.workload, "recorder": self._recorder_prefix}
-            if self._feed.exhausted():
+            if self.failure is not None or self._feed.exhausted():
                 return str(Searcher.FINISHED)
             if self.running:
                 return None
@@ -61,11 +65,22 @@ class JobSearcher(Searcher):  # type: ignore[misc]
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         job, started = self.running.pop(trial_id)
         if result and "outcome" in result:
-            self._feed.ended(job, outcome_from_json(result["outcome"]))
+            outcome = outcome_from_json(result["outcome"])
         else:
-            self._feed.ended(
-                job, _outcome_of_dead_worker(job, time.monotonic() - started, self.errors.pop(trial_id, ""))
-            )
+            outcome = _outcome_of_dead_worker(job, time.monotonic() - started, self.errors.pop(trial_id, ""))
+        self.guarded(lambda: self._feed.ended(job, outcome))
+
+    @property
+    def stopping(self) -> bool:
+        return self._feed.stopping or self.failure is not None
+
+    def guarded(self, call: Callable[[], T]) -> T | None:
+        """Keeps an error of the feed (the database is lost, ...) for later: Tune would wrap it into its own."""
+        try:
+            return call()
+        except Exception as error:
+            self.failure = self.failure or error
+            return None
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing to save: the ledger is the truth."""
@@ -91,30 +106,42 @@ def _outcome_of_dead_worker(job: Job, ran_s: float, error: str) -> Outcome:
 class Slots(FIFOScheduler):  # type: ignore[misc]
     """Keeps all worker processes through empty moments of the queue, and carries the stop signal and the ticks."""
 
-    def __init__(self, feed: Feed, searcher: JobSearcher, recorders: Recorders, num_workers: int) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        searcher: JobSearcher,
+        recorders: Recorders,
+        node_ids: Callable[[], list[str]],
+        num_workers: int,
+    ) -> None:
         super().__init__()
         self._feed, self._searcher, self._recorders, self._num_workers = feed, searcher, recorders, num_workers
+        self._node_ids = node_ids
         self._kept = False
-        self._told_to_stop = False
+        self._looked_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        if (
-            not self._kept
-        ):  # private in Ray 2.60: Tune would keep one idle worker only (tests check that the name is there)
+        if not self._kept:  # a private name of Ray 2.60: without this Tune keeps one idle worker only
             self._kept = True
             cache = tune_controller._tune_controller._actor_cache
             cache.increase_max(trial.placement_group_factory, by=self._num_workers)
         super().on_trial_add(tune_controller, trial)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        self._feed.tick()
-        if self._feed.stopping and not self._told_to_stop:
-            self._told_to_stop = True
-            self._recorders.stop_trials()
+        self._searcher.guarded(self._feed.tick)
+        if time.monotonic() - self._looked_at > LOOK_AROUND_S:
+            self._looked_at = time.monotonic()
+            self._searcher.guarded(self._look_around)
         return super().choose_trial_to_run(tune_controller)
+
+    def _look_around(self) -> None:
+        """Nodes that joined get a recorder; all recorders hear of a stop, also one that has just been restarted."""
+        self._recorders.ensure(self._node_ids())
+        if self._searcher.stopping:
+            self._recorders.stop_trials()
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         file = trial.error_file
@@ -155,15 +182,24 @@ def run_on_ray(
     for noisy in ("ray.tune", "ray.air"):  # what they print as errors is a trial's outcome here, told once
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     recorders = Recorders(f"recorder-{uuid.uuid4().hex[:8]}", database_url, journal_folder)
-    recorders.ensure([node.node_id for node in cluster.nodes if node.capacity(cpu, gpu)])
+
+    def node_ids() -> list[str]:
+        nodes = cluster.nodes if cluster.is_local else alive_nodes()
+        return [node.node_id for node in nodes if node.capacity(cpu, gpu)]
+
+    recorders.ensure(node_ids())
     searcher = JobSearcher(feed, recorders.prefix)
     storage = cluster.scratch / "tune"
     try:
         with no_stealing():
-            _tuner(searcher, Slots(feed, searcher, recorders, num_workers), storage, num_workers, cpu, gpu).fit()
+            slots = Slots(feed, searcher, recorders, node_ids, num_workers)
+            _tuner(searcher, slots, storage, num_workers, cpu, gpu).fit()
     finally:
         shutil.rmtree(storage, ignore_errors=True)
-    return recorders.close(CLOSE_TIMEOUT_S)
+    remainders = recorders.close(CLOSE_TIMEOUT_S)
+    if searcher.failure is not None:
+        raise searcher.failure
+    return remainders
 
 
 def _tuner(searcher: JobSearcher, slots: Slots, storage: Path, num_workers: int, cpu: float, gpu: float) -> tune.Tuner:

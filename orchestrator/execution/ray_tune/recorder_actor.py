@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.execution.ray_tune.cluster import NAMESPACE
-from orchestrator.settings import Settings, remote_journal_folder
 from orchestrator.tracking.recorder import FindingRow, Points, Recorder, Remainder, connect_by_url
 
 ANSWER_TIMEOUT_S = 120.0
@@ -19,8 +19,7 @@ class RecorderActor:
     """A `Recorder` behind Ray's calls. Answers every report with whether the sweep is being stopped."""
 
     def __init__(self, database_url: str, journal_folder: str) -> None:
-        folder = Path(journal_folder) if journal_folder else remote_journal_folder(Settings())
-        self._recorder = Recorder(functools.partial(connect_by_url, database_url), folder)
+        self._recorder = Recorder(functools.partial(connect_by_url, database_url), Path(journal_folder))
         self._stopping = False
 
     def take(self, points: list[Points], findings: list[FindingRow]) -> bool:
@@ -48,18 +47,16 @@ class Recorders:
     """The recorders of a cluster, one a node, named so that workers find the one of their node."""
 
     def __init__(self, prefix: str, database_url: str, journal_folder: str) -> None:
-        """`journal_folder` is this host's; empty on a cluster, where every node chooses its own."""
         self.prefix = prefix
         self._database_url = database_url
         self._journal_folder = journal_folder
         self._actors: dict[str, ray.actor.ActorHandle] = {}
 
-    def ensure(self, node_ids: list[str]) -> None:
-        """Starts a recorder on every node that has none yet, and waits until each answers."""
-        for node_id in node_ids:
-            if node_id not in self._actors:
-                self._actors[node_id] = self._start(node_id)
-        ray.get([actor.pending.remote() for actor in self._actors.values()], timeout=ANSWER_TIMEOUT_S)
+    def ensure(self, node_ids: Iterable[str]) -> None:
+        """Starts a recorder on every node that has none yet, and waits until the new ones answer."""
+        missing = [node_id for node_id in node_ids if node_id not in self._actors]
+        self._actors.update((node_id, self._start(node_id)) for node_id in missing)
+        ray.get([self._actors[node_id].pending.remote() for node_id in missing], timeout=ANSWER_TIMEOUT_S)
 
     def stop_trials(self) -> None:
         for actor in self._actors.values():
@@ -67,8 +64,8 @@ class Recorders:
 
     def close(self, timeout_s: float) -> list[Remainder]:
         """What could not be written in time; it stays in the journals."""
-        answers = [actor.close.remote(timeout_s) for actor in self._actors.values()]
-        return list(ray.get(answers, timeout=timeout_s + ANSWER_TIMEOUT_S))
+        answers = {node_id: actor.close.remote(timeout_s) for node_id, actor in self._actors.items()}
+        return [_answer(node_id, answer, timeout_s + ANSWER_TIMEOUT_S) for node_id, answer in answers.items()]
 
     def _start(self, node_id: str) -> ray.actor.ActorHandle:
         return (
@@ -77,10 +74,20 @@ class Recorders:
                 name=recorder_name(self.prefix, node_id),
                 namespace=NAMESPACE,
                 num_cpus=0,
+                max_restarts=-1,  # its journal is on disk: the next life drains what this one left
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             .remote(self._database_url, self._journal_folder)
         )
+
+
+def _answer(node_id: str, answer: ray.ObjectRef, timeout_s: float) -> Remainder:
+    try:
+        remainder: Remainder = ray.get(answer, timeout=timeout_s)
+        return remainder
+    except (ray.exceptions.RayError, TimeoutError) as error:  # the node or its recorder is gone; the others count
+        first_line = str(error).strip().split("\n")[0]
+        return Remainder(0, (), reason=f"the recorder of node {node_id[:8]} gave no answer: {first_line}")
 
 
 def recorder_name(prefix: str, node_id: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +18,13 @@ from orchestrator.execution.ray_tune.cluster import NAMESPACE
 from orchestrator.execution.ray_tune.recorder_actor import ANSWER_TIMEOUT_S, recorder_name
 from orchestrator.execution.trial_run import run_trial
 from orchestrator.tracking.recorder import FindingRow, Points
-from orchestrator.trial import Finding
+from orchestrator.trial import Failure, Finding, Outcome, TrialState
 from orchestrator.workload import describe
 
 MAX_HELD_POINTS = 256  # reports kept back while the recorder has not answered yet; then we wait for it
+RESTART_POLL_S = 0.5
+STALE_ANSWER_S = 0.5  # slow trials must hear of a stop too, at the report after it
+STALE_ANSWER_WAIT_S = 0.05
 SILENCE_GRACE_S = 10.0  # after trial_time, how long we wait for a report before the process ends itself
 
 
@@ -31,10 +36,17 @@ class ActorSink:
         self._points: list[Points] = []
         self._findings: list[FindingRow] = []
         self._answer: Any = None
+        self._sent: tuple[list[Points], list[FindingRow]] = ([], [])
         self._stopping = False
+        self._answered_at = time.monotonic()
 
     @property
     def stopping(self) -> bool:
+        """As of the last answer; an answer older than `STALE_ANSWER_S` is asked for again."""
+        if not self._stopping and time.monotonic() - self._answered_at > STALE_ANSWER_S:
+            self._send(wait=False, at_least_empty=True)
+            ray.wait([self._answer], timeout=STALE_ANSWER_WAIT_S)
+            self._collect(wait=False)
         return self._stopping
 
     def record(self, job: Job, step: int, timestamp_ms: int, metrics: Mapping[str, float]) -> None:
@@ -50,9 +62,22 @@ class ActorSink:
         self._collect(wait=True)
         self._stopping = ray.get(self._actor.sync.remote(ANSWER_TIMEOUT_S), timeout=2 * ANSWER_TIMEOUT_S)
 
-    def _send(self, wait: bool) -> None:
-        if self._collect(wait) and (self._points or self._findings):
-            self._answer = self._actor.take.remote(self._points, self._findings)
+    def _answered(self) -> bool:
+        """The outstanding answer. A recorder that died is restarted by Ray and told again: writes may be repeated."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            try:
+                return bool(ray.get(self._answer, timeout=ANSWER_TIMEOUT_S))
+            except ray.exceptions.RayActorError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(RESTART_POLL_S)
+                self._answer = self._actor.take.remote(*self._sent)
+
+    def _send(self, wait: bool, at_least_empty: bool = False) -> None:
+        if self._collect(wait) and (self._points or self._findings or at_least_empty):
+            self._sent = (self._points, self._findings)
+            self._answer = self._actor.take.remote(*self._sent)
             self._points, self._findings = [], []
 
     def _collect(self, wait: bool) -> bool:
@@ -61,8 +86,8 @@ class ActorSink:
             return True
         if not wait and not ray.wait([self._answer], timeout=0)[0]:
             return False
-        self._stopping = ray.get(self._answer, timeout=ANSWER_TIMEOUT_S)
-        self._answer = None
+        self._stopping = self._answered()
+        self._answer, self._answered_at = None, time.monotonic()
         return True
 
 
@@ -79,8 +104,14 @@ class TrialWorker(tune.Trainable):  # type: ignore[misc]
         watchdog = _watchdog(job)
         try:
             outcome = run_trial(job, ActorSink(self._sink_actor))
+        except Exception as error:  # not the workload's, ours: a full journal, a recorder that stays away
+            reason = f"its reports could not be kept: {str(error).strip().splitlines()[-1] if str(error) else error!r}"
+            outcome = Outcome(
+                TrialState.FAILED, reason=reason[:500], error=traceback.format_exc(), failure=Failure.NO_RECORD
+            )
         finally:
-            watchdog.cancel()
+            if watchdog is not None:
+                watchdog.cancel()
         return {"outcome": outcome_to_json(outcome), "done": True}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -88,11 +119,11 @@ class TrialWorker(tune.Trainable):  # type: ignore[misc]
         return True
 
 
-def _watchdog(job: Job) -> threading.Timer:
+def _watchdog(job: Job) -> threading.Timer | None:
     """Ends this process when a trial stays silent past its time; the driver sees the death and knows the deadline."""
-    limit_s = job.trial_time_s + SILENCE_GRACE_S if job.trial_time_s else threading.TIMEOUT_MAX
-    timer = threading.Timer(limit_s, os._exit, args=(124,))
+    if not job.trial_time_s:
+        return None
+    timer = threading.Timer(job.trial_time_s + SILENCE_GRACE_S, os._exit, args=(124,))
     timer.daemon = True
-    if job.trial_time_s:
-        timer.start()
+    timer.start()
     return timer

@@ -1,0 +1,145 @@
+"""Types what README.md and docs/workloads.md tell people to type, as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Orch, free_port
+
+README = (ROOT / "README.md").read_text()
+SMALLER = {  # what makes `orch sweep sweeps/zloss.yaml` a matter of seconds: 8 trials of 20 steps
+    "params.steps": "20",
+    "params.c_z": "{grid: [0, 1e-3]}",
+    "params.precision": "fp32",
+    "params.seed": "{grid: [0, 1]}",
+}
+
+
+def typed_commands() -> list[str]:
+    """The lines that begin with `orch`, without their comments; `orch up | down | doctor` is three commands."""
+    lines = re.findall(r"^    (orch .*)$", README, re.MULTILINE)
+    commands = [re.sub(r"\s+#.*$", "", line) for line in lines]
+    return [f"orch {one.strip()}" for command in commands for one in _alternatives(command.removeprefix("orch "))]
+
+
+def _alternatives(words: str) -> list[str]:
+    return words.split(" | ") if re.fullmatch(r"\w+( \| \w+)+", words) else [words]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A person's shell in the checkout, with a `.orch` of its own."""
+
+    env: dict[str, str]
+
+    def types(self, command: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout_s
+        )
+
+
+@pytest.fixture(scope="module")
+def desk(orch: Orch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    folder = tmp_path_factory.mktemp("desk")
+    if not Path(sys.executable).with_name("orch").exists():  # not installed: the same entry point
+        shim = folder / "orch"
+        shim.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m orchestrator.cli "$@"\n')
+        shim.chmod(0o755)
+    path = os.pathsep.join([str(Path(sys.executable).parent), str(folder), orch.env["PATH"]])
+    desk = Desk({**orch.env, "PATH": path, "ORCH_HOME": str(folder / ".orch"), "PYTHONPATH": str(ROOT)})
+    yield desk
+    desk.types("orch down")
+
+
+@pytest.fixture(scope="module")
+def zloss(desk: Desk) -> str:
+    """What the README's first command prints, on a local Ray."""
+    narrowed = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in SMALLER.items())
+    done = desk.types(f"orch sweep sweeps/zloss.yaml {narrowed}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_first_commands_are_targets_of_the_makefile_and_the_demo_is_the_documented_sweep() -> None:
+    documented = re.findall(r"^    make (\w+)", README, re.MULTILINE)
+    assert documented == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text()
+    recipes = dict(re.findall(r"^(\w+): \$\(READY\)\n\t\$\(BIN\)/(.*)$", makefile, re.MULTILINE))
+    assert recipes["demo"] == "orch sweep sweeps/zloss.yaml --resume"
+    assert recipes["test"] == "python -m pytest"
+    assert "the main job: orch sweep sweeps/zloss.yaml --resume" in README
+
+
+def test_the_sweep_ends_with_the_comparison_that_answers_its_question(zloss: str) -> None:
+    assert "Does the router z-loss keep the logits small without hurting the loss?" in zloss
+    assert "zloss: 8/8 finished" in zloss
+    effect = next(line for line in zloss.splitlines() if line.startswith("c_z") and "0 -> 0.001" in line)
+    assert re.search(r"0 -> 0\.001 +4 ", effect), "four pairs: two seeds and two values of k"
+
+
+@pytest.mark.parametrize("command", [one for one in typed_commands() if one.split()[1] not in ("sweep", "ui")])
+def test_every_other_line_works_as_it_stands(desk: Desk, zloss: str, command: str) -> None:
+    """In the README's order: `orch rm zloss` comes after everything that reads it."""
+    done = desk.types(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+    assert done.stderr == ""
+
+
+def test_the_ui_prints_two_addresses_and_ends_with_ctrl_c(desk: Desk) -> None:
+    assert "orch ui" in typed_commands()
+    command = ["bash", "-c", f"exec orch ui --port {free_port()}"]
+    process = subprocess.Popen(command, cwd=ROOT, env=desk.env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        addresses = [process.stdout.readline() for _ in range(2)]
+    finally:
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert all("http://127.0.0.1:" in line for line in addresses), addresses
+    assert process.returncode == 0
+
+
+def test_the_readme_names_every_command_that_is_there() -> None:
+    from orchestrator.cli import COMMANDS
+
+    assert {command.split()[1] for command in typed_commands()} == set(COMMANDS)
+
+
+def test_the_readmes_sweep_file_says_what_it_would_run(desk: Desk, tmp_path: Path) -> None:
+    (example,) = blocks(README, "yaml")
+    (tmp_path / "example.yaml").write_text(example)
+    done = desk.types(f"orch plan {tmp_path / 'example.yaml'}")
+    assert done.returncode == 0, done.stderr
+    assert "48 trials of moe_router" in done.stdout  # 2 c_z x 2 k x 4 samples x 3 seeds
+
+
+def test_the_documented_workload_runs(orch: Orch, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "workloads.md").read_text()
+    (code,), (spec,) = blocks(text, "python"), blocks(text, "yaml")
+    module = tmp_path / code.splitlines()[0].removeprefix("# ")
+    module.parent.mkdir()
+    module.write_text(code)
+    (tmp_path / "quadratic.yaml").write_text(spec)
+    command = orch.command("sweep", "quadratic.yaml", "--inline")
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**orch.env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "quadratic: 3/3 finished" in done.stdout
+    best = orch.rows('select trial from sweep_quadratic order by "train/loss" limit 1')
+    assert best == [{"trial": 1}]  # lr 0.1; at 0.01 it has not arrived, at 1.5 it runs away

@@ -1,0 +1,162 @@
+"""What the command's outermost layer makes of errors: one block on standard error and the documented exit code."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import psycopg
+import pytest
+import sqlalchemy.exc
+
+from orchestrator import cli
+from orchestrator.database.connection import is_away, why_away
+from orchestrator.errors import DatabaseLost, DatabaseUnavailable, NoResult, NotFound, OrchError
+from orchestrator.execution import patience
+from orchestrator.execution.patience import Patience
+from orchestrator.workload import describe
+
+
+def exit_of(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> int | str | None:
+    def main(**_: object) -> int:
+        if error is not None:
+            raise error
+        return 0
+
+    monkeypatch.setattr(cli.cli, "main", main)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (OrchError("wrong"), 2),
+        (NotFound("unknown"), 2),
+        (DatabaseUnavailable("away"), 2),
+        (DatabaseLost("lost in mid-sweep"), 1),
+        (NoResult("no finite run"), 1),
+        (click.UsageError("bad option"), 2),
+        (click.Abort(), 130),
+        (KeyboardInterrupt(), 130),
+        (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (psycopg.OperationalError("the server closed the connection unexpectedly"), 2),
+    ],
+)
+def test_every_error_of_the_users_has_its_exit_code_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException | None, code: int
+) -> None:
+    assert exit_of(monkeypatch, error) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.cli, "main", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_usage_errors_call_the_command_by_its_name() -> None:
+    done = subprocess.run([sys.executable, "-m", "orchestrator.cli", "runs"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Usage: orch runs [OPTIONS] SWEEP\n")
+
+
+def test_a_workload_that_cannot_be_imported_shows_nothing_of_our_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep_lab.py").write_text("import a_module_that_is_nowhere\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(OrchError) as refused:
+        describe("deep_lab:Anything")
+    text = str(refused.value)
+    assert text.startswith("importing deep_lab failed:\nTraceback (most recent call last):\n")
+    assert "No module named 'a_module_that_is_nowhere'" in text
+    assert "orchestrator/workload.py" not in text
+
+
+# Waiting for a database
+
+
+def wrapped(error: Exception) -> Exception:
+    """As a library raises it: another error from the first."""
+    try:
+        raise RuntimeError("the store failed") from error
+    except RuntimeError as outer:
+        return outer
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        psycopg.OperationalError("connection refused"),
+        psycopg.errors.AdminShutdown("terminating connection due to administrator command"),
+        psycopg.InterfaceError("the connection is closed"),
+        sqlalchemy.exc.OperationalError("select 1", {}, psycopg.OperationalError("gone")),
+        wrapped(psycopg.OperationalError("gone")),
+    ],
+)
+def test_a_database_that_is_away_is_recognised_through_what_libraries_wrap_around_it(error: Exception) -> None:
+    assert is_away(wrapped(error))
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), psycopg.errors.UniqueViolation("twice"), OSError(errno.ENOSPC, "full"), KeyError("k")]
+)
+def test_other_errors_are_not_taken_for_an_absent_database(error: Exception) -> None:
+    assert not is_away(error)
+
+
+def test_the_reason_is_the_drivers_own_in_one_line() -> None:
+    error = psycopg.OperationalError(
+        'connection failed: connection to server on socket "/x/.s.PGSQL.5432" failed: No such file or directory\n'
+        "\tIs the server running locally and accepting connections on that socket?"
+    )
+    assert why_away(wrapped(error)).endswith("failed: No such file or directory")
+
+
+def failing(times: int, error: Exception) -> Callable[[], str]:
+    left = [times]
+
+    def work() -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error
+        return "done"
+
+    return work
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PAUSES_S", (0.001, 0.001))
+
+
+@pytest.mark.usefixtures("quick")
+def test_work_is_done_again_after_the_database_is_back_and_the_person_is_told_twice() -> None:
+    said: list[str] = []
+    order: list[str] = []
+    patiently = Patience(said.append, lambda: False, lambda: order.append("back"))
+    first = failing(3, psycopg.OperationalError("gone"))
+    again = failing(1, wrapped(psycopg.OperationalError("still gone")))
+    assert patiently(first, lambda: order.append("again") or again()) == "done"
+    assert order == ["back", "again", "back", "again"]
+    assert [text.split(" (")[0] for text in said] == ["the database does not answer", "the database is back after 0 s"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_patience_ends_at_once_for_another_error_and_after_its_time_for_an_absence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patiently = Patience(lambda _: None, lambda: True, lambda: None)
+    with pytest.raises(ValueError, match="no"):
+        patiently(failing(1, ValueError("no")))
+    monkeypatch.setattr(patience, "PATIENCE_WHEN_INTERRUPTED_S", 0.01)
+    with pytest.raises(DatabaseLost, match="run the same command with --resume"):
+        patiently(failing(10_000, psycopg.OperationalError("gone")))
