@@ -12,6 +12,7 @@ import mlflow
 import psycopg
 import pytest
 
+from orchestrator.ledger.store import LOCK_CLASS
 from orchestrator.tracking.mlflow_schema import mlflow_uri
 from tests.conftest import Orch
 
@@ -294,3 +295,41 @@ def test_mlflow_shows_parameters_tags_and_the_resolved_spec(orch: Orch, name: st
     spec = json.loads(Path(client.download_artifacts(run.info.run_id, "sweep.json")).read_text())
     assert spec["params"] == {"x": 0.001}
     assert "x: 1e-3" in spec["source"]["text"]
+
+
+def test_a_workload_that_exits_fails_its_trial_and_not_the_sweep(orch: Orch, name: str) -> None:
+    done = orch("sweep", orch.sweep_file(ODD % "exit, nothing", name), "--inline", expect=1)
+    assert f"{name}: 1/2 finished (1 failed)" in done.out
+    assert orch.rows(f"select reason from runs where sweep = '{name}' and trial = 0") == [{"reason": "SystemExit: 0"}]
+
+
+def test_a_trial_whose_run_cannot_be_opened_is_failed_in_the_ledger_too(orch: Orch, name: str, server_url: str) -> None:
+    file = orch.sweep_file(GRID, name)
+    orch("sweep", file, "--inline")
+    with psycopg.connect(server_url) as connection:  # one trial waits again, and its run is gone for good
+        connection.execute(
+            "update orch_ledger.trials set state = 'waiting', run_id = 'gone' where number = 3"
+            " and sweep_id = (select id from orch_ledger.sweeps where name = %s)",
+            (name,),
+        )
+    done = orch("sweep", file, "--inline", "--resume", expect=1)
+    assert "trials without a record in MLflow: 3" in done.out
+    row = orch.rows(f"select state, attempts, reason from runs where sweep = '{name}' and trial = 3")[0]
+    assert (row["state"], row["attempts"]) == ("failed", 2)
+    assert row["reason"].startswith("no MLflow run")
+
+
+def test_a_second_driver_that_took_the_sweep_stops_the_first(orch: Orch, name: str, server_url: str) -> None:
+    file = orch.sweep_file(GRID, name)
+    slow = ("--set", "params.sleep_s=0.2", "--set", "params.steps=100")
+    process = orch.start("sweep", file, "--inline", *slow)
+    _wait_for_points(orch, name)
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        sweep_id = connection.execute("select id from orch_ledger.sweeps where name = %s", (name,)).fetchone()
+        assert sweep_id is not None
+        held = "select pid from pg_locks where locktype = 'advisory' and objid = %s and objsubid = 2"
+        connection.execute(f"select pg_terminate_backend(pid) from ({held}) as holder", sweep_id)
+        connection.execute("select pg_advisory_lock(%s, %s)", (LOCK_CLASS, sweep_id[0]))  # another command was faster
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert "this sweep is being run by" in output

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from tests.conftest import Orch
@@ -141,3 +142,39 @@ def test_the_private_names_of_ray_that_we_touch_are_still_there(module: str, own
     import importlib
 
     assert hasattr(getattr(importlib.import_module(module), owner), attribute)
+
+
+def test_steps_may_be_numpy_integers(ray_orch: Orch, name: str) -> None:
+    text = "workload: orch_lab:Odd\nmetric: val/loss\nparams: {do: numpy_step}\n"
+    ray_orch("sweep", ray_orch.sweep_file(text, name))
+    assert ray_orch.rows(f"select last_step from runs where sweep = '{name}'") == [{"last_step": 4}]
+
+
+def test_a_killed_recorder_comes_back_and_the_sweep_goes_on(ray_orch: Orch, name: str) -> None:
+    text = """
+        workload: orch_lab:Trivial
+        metric: val/loss
+        params: {steps: 40, sleep_s: 0.1}
+        seeds: 2
+        log_every: 1
+    """
+    process = ray_orch.start("sweep", ray_orch.sweep_file(text, name), "--json")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if json.loads(line)["event"] == "started":
+            break
+    time.sleep(5)
+    ours = [one for one in psutil.process_iter(["cmdline"]) if _is_recorder_of(one, ray_orch)]
+    assert ours
+    for one in ours:
+        one.kill()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    rows = ray_orch.rows(f"select count(distinct (run_id, step)) as n from metrics where sweep = '{name}'")
+    assert rows[0]["n"] >= 2 * 38  # what had not reached the disk in the last tenth of a second is gone with it
+
+
+def _is_recorder_of(process: psutil.Process, orch: Orch) -> bool:
+    if "RecorderActor" not in " ".join(process.info["cmdline"] or []):
+        return False
+    return process.environ().get("RAY_AUTH_TOKEN_PATH") == orch.env["RAY_AUTH_TOKEN_PATH"]

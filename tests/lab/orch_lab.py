@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel, Field, create_model
 
 from orchestrator.trial import Finding, Report, Severity
@@ -65,6 +66,9 @@ class Odd:
             metrics = {"train/loss": 1 / step, "val/loss": config.x / step}
             if step == 2:
                 metrics = self._odd(config, context, metrics)
+            if config.do == "numpy_step":
+                yield Report(np.int64(step), metrics)  # type: ignore[arg-type]
+                continue
             if config.do == "silent":
                 metrics = {"train/loss": 1 / step, "other": 1.0}
             yield Report(step, metrics)
@@ -72,6 +76,8 @@ class Odd:
                 return
 
     def _odd(self, config: Config, context: Context, metrics: dict[str, float]) -> dict[str, float]:
+        if config.do == "exit":
+            sys.exit(0)
         if config.do == "raise":
             raise RuntimeError("a planted failure")
         if config.do == "need_file" and not Path(config.file).exists():
