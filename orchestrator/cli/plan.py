@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from orchestrator.cli.output import format_option, print_table
-from orchestrator.launch import plan_sweep
+from orchestrator.planning import plan_sweep
 from orchestrator.reports.table import Format
 
 

@@ -11,6 +11,6 @@ import click
 @click.pass_context
 def command(ctx: click.Context, sweep: str, purge: bool) -> None:
     """Archive SWEEP: its runs stay in the database under another name, and its own name is free again."""
-    from orchestrator.launch import remove_sweep
+    from orchestrator.removal import remove_sweep
 
     click.echo(remove_sweep(ctx.obj, sweep, purge))

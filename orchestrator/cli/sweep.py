@@ -41,7 +41,8 @@ def command(
         return 0
     from orchestrator.cli.progress import progress
     from orchestrator.cli.sweep_end import print_end
-    from orchestrator.launch import SweepRequest, run_sweep
+    from orchestrator.launch import run_sweep
+    from orchestrator.planning import SweepRequest
 
     request = SweepRequest(
         spec,

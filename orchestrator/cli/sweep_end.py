@@ -7,7 +7,7 @@ import json
 import click
 
 from orchestrator.cli.output import print_table
-from orchestrator.launch import SweepEnding
+from orchestrator.ending import SweepEnding
 from orchestrator.reports.table import Format
 from orchestrator.trial import jsonable
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def end_displaced(data: Path, socket_folder: Path, timeout_s: float = 10.0) -> b
     family = [one for server in displaced_servers(data, socket_folder) for one in (server, *_children(server))]
     for ask in (signal.SIGQUIT, signal.SIGKILL):
         for process in family:
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):  # the first to go takes others along
                 process.send_signal(ask)
         _, family = psutil.wait_procs(family, timeout=timeout_s)
     return not family

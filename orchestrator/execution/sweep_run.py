@@ -16,7 +16,8 @@ from orchestrator.database.connection import is_away
 from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound
 from orchestrator.execution.job import Job
 from orchestrator.execution.patience import Patience
-from orchestrator.ledger.store import Ledger, SweepRow, TrialRow
+from orchestrator.ledger.rows import SweepRow, TrialRow
+from orchestrator.ledger.store import Ledger
 from orchestrator.search.searcher import Searcher
 from orchestrator.spec.resolved import to_json
 from orchestrator.spec.sweep_spec import SweepSpec

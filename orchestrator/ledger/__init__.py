@@ -8,7 +8,8 @@ from sqlalchemy import Connection, text
 
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.ledger.models import SCHEMA, SweepState
-from orchestrator.ledger.store import AttemptRow, Hold, Ledger, SweepRow, TrialRow
+from orchestrator.ledger.rows import AttemptRow, SweepRow, TrialRow
+from orchestrator.ledger.store import Hold, Ledger
 
 __all__ = ["HEAD", "AttemptRow", "Hold", "Ledger", "SweepRow", "SweepState", "TrialRow", "revision", "upgrade"]
 

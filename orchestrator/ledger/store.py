@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
@@ -20,245 +19,24 @@ from sqlalchemy.dialects.postgresql import insert as upsert
 
 from orchestrator.errors import AlreadyExists, NotFound
 from orchestrator.ledger.models import FindingRow, Sweep, SweepState, Trial
-from orchestrator.trial import Candidate, Finding, Outcome, Params, TrialState, canonical_json, jsonable
+from orchestrator.ledger.rows import AttemptRow, SweepRow, TrialRow, restore_floats, sweep_row
+from orchestrator.ledger.statements import (
+    ADD_TRIALS,
+    ATTEMPT_COLUMNS,
+    BEGIN_ATTEMPT,
+    CLAIM,
+    FINISH,
+    HOLDER,
+    MARK,
+    RELEASE,
+    REQUEUE,
+    SET_SWEEP_STATE,
+)
+from orchestrator.trial import Candidate, Finding, Outcome, TrialState, canonical_json, jsonable
 
 UNFINISHED = (TrialState.KILLED, TrialState.RUNNING, TrialState.LOST)
 LOCK_CLASS = 0x6F726368  # "orch": the first half of a sweep's advisory lock; the second is its id
 APPLICATION_NAME_BYTES = 63  # PostgreSQL cuts longer ones
-NOT_NUMBERS = ("Infinity", "-Infinity", "NaN")  # how JSON holds what it cannot hold
-
-
-@dataclass(frozen=True)
-class SweepRow:
-    id: int
-    name: str
-    workload: str
-    description: str
-    spec: dict[str, Any]
-    source: str
-    columns: dict[str, str]  # field of the workload's Config -> SQL type, in the Config's order
-    metric: str
-    mode: str
-    state: SweepState
-    experiment_id: str | None
-    tags: dict[str, str]
-    created_at: datetime
-    started_at: datetime | None
-    ended_at: datetime | None
-    archived_at: datetime | None
-
-
-@dataclass(frozen=True)
-class TrialRow:
-    id: int
-    sweep_id: int
-    number: int
-    params: dict[str, Any]
-    config: dict[str, Any]
-    config_hash: str
-    cell: dict[str, Any]
-    sample: int | None
-    state: TrialState
-    run_id: str | None
-    diverged_at: int | None
-    reason: str
-    error: str
-    objective: float | None
-    last_step: int | None
-    attempts: int
-    started_at: datetime | None
-    ended_at: datetime | None
-    host: str
-    device: str
-    git_commit: str
-
-    @property
-    def candidate(self) -> Candidate:
-        return Candidate(params=self.params, cell=self.cell, sample=self.sample)
-
-
-@dataclass(frozen=True)
-class AttemptRow:
-    id: int
-    trial_id: int
-    number: int
-    state: TrialState
-    started_at: datetime
-    first_step: int
-    ended_at: datetime | None
-    host: str
-    pid: int | None
-    failure: str
-    error: str
-    seconds: float | None  # of training, where it was measured
-
-
-TRIAL_COLUMNS = ", ".join(f"trials.{field.name}" for field in fields(TrialRow))
-ATTEMPT_COLUMNS = ", ".join(f"attempts.{field.name}" for field in fields(AttemptRow))
-
-ADD_TRIALS = text(
-    f"""
-    with given as (
-        select row_number() over (order by first.place) as nth, first.*
-        from (
-            select distinct on (item.config_hash) item.*
-            from rows from (
-                jsonb_to_recordset(cast(:items as jsonb))
-                as (params jsonb, config jsonb, config_hash text, cell jsonb, sample integer)
-            ) with ordinality as item (params, config, config_hash, cell, sample, place)
-            where not exists (
-                select from orch_ledger.trials as known
-                where known.sweep_id = :sweep_id and known.config_hash = item.config_hash
-            )
-            order by item.config_hash, item.place
-        ) as first
-    )
-    insert into orch_ledger.trials as trials (sweep_id, number, params, config, config_hash, cell, sample)
-    select
-        :sweep_id,
-        (select coalesce(max(number) + 1, 0) from orch_ledger.trials where sweep_id = :sweep_id) + nth - 1,
-        params, config, config_hash, cell, sample
-    from given
-    order by nth
-    on conflict (sweep_id, config_hash) do nothing
-    returning {TRIAL_COLUMNS}
-    """
-)
-
-CLAIM = text(
-    f"""
-    with next as (
-        select id from orch_ledger.trials
-        where sweep_id = :sweep_id and state = 'waiting'
-        order by number
-        limit 1
-        for update skip locked
-    )
-    update orch_ledger.trials as trials
-    set state = 'running', started_at = coalesce(trials.started_at, clock_timestamp())
-    from next
-    where trials.id = next.id
-    returning {TRIAL_COLUMNS}
-    """
-)
-
-# An attempt starts at least 1 ms after its predecessor, whatever the clocks say: points are told apart by time.
-BEGIN_ATTEMPT = text(
-    f"""
-    with closed as (
-        update orch_ledger.attempts set state = 'lost', ended_at = clock_timestamp()
-        where trial_id = :trial_id and ended_at is null
-    ),
-    trial as (
-        update orch_ledger.trials
-        set state = 'running', attempts = attempts + 1, ended_at = null, reason = '', host = :host,
-            git_commit = coalesce(nullif(:git_commit, ''), git_commit),
-            started_at = coalesce(started_at, clock_timestamp())
-        where id = :trial_id
-        returning id, attempts
-    )
-    insert into orch_ledger.attempts as attempts (trial_id, number, started_at, first_step, host, pid)
-    select
-        trial.id,
-        trial.attempts,
-        greatest(
-            clock_timestamp(),
-            cast(:not_before as timestamptz),
-            (select max(started_at) + interval '1 millisecond' from orch_ledger.attempts where trial_id = :trial_id)
-        ),
-        :first_step, :host, :pid
-    from trial
-    returning {ATTEMPT_COLUMNS}
-    """
-)
-
-# An attempt that was marked killed may still be finished by its own worker; a lost one is another's by now.
-CLOSE_ATTEMPT = """
-    update orch_ledger.attempts
-    set state = :state, ended_at = clock_timestamp(), failure = :failure, error = :error,
-        seconds = :seconds, host = coalesce(nullif(:worker_host, ''), host)
-    where trial_id = :trial_id and number = :attempt and state in ('running', 'killed', :state)
-    returning trial_id
-"""
-
-FINISH = text(
-    f"""
-    with closed as ({CLOSE_ATTEMPT})
-    update orch_ledger.trials as trials
-    set state = :state, objective = :objective, last_step = :last_step, diverged_at = :diverged_at,
-        reason = :reason, error = :error, ended_at = clock_timestamp(),
-        host = coalesce(nullif(:host, ''), trials.host), device = coalesce(nullif(:device, ''), trials.device)
-    from closed
-    where trials.id = closed.trial_id and trials.attempts = :attempt and trials.state <> 'waiting'
-    returning trials.id
-    """
-)
-
-REQUEUE = text(
-    f"""
-    with closed as ({CLOSE_ATTEMPT})
-    update orch_ledger.trials as trials
-    set state = 'waiting', last_step = :last_step, reason = :reason, ended_at = null
-    from closed
-    where trials.id = closed.trial_id and trials.attempts = :attempt
-    returning trials.id
-    """
-)
-
-RELEASE = text(
-    f"""
-    with released as (
-        update orch_ledger.trials as trials
-        set state = 'waiting', objective = null, last_step = null, diverged_at = null, reason = '', error = '',
-            ended_at = null
-        where sweep_id = :sweep_id and (state = any(:states) or number = any(:numbers))
-        returning {TRIAL_COLUMNS}
-    ),
-    closed as (
-        update orch_ledger.attempts set state = 'lost', ended_at = clock_timestamp()
-        from released where attempts.trial_id = released.id and attempts.ended_at is null
-    )
-    select * from released order by number
-    """
-)
-
-MARK = text(
-    f"""
-    with marked as (
-        update orch_ledger.trials as trials
-        set state = :state, reason = :reason, ended_at = clock_timestamp()
-        where sweep_id = :sweep_id and state = any(:states)
-        returning {TRIAL_COLUMNS}
-    ),
-    closed as (
-        update orch_ledger.attempts set state = :state, ended_at = clock_timestamp()
-        from marked where attempts.trial_id = marked.id and attempts.ended_at is null
-    )
-    select * from marked order by number
-    """
-)
-
-SET_SWEEP_STATE = text(
-    """
-    update orch_ledger.sweeps
-    set state = :state,
-        started_at = case when :state = 'running' then coalesce(started_at, clock_timestamp()) else started_at end,
-        ended_at = case when :state in ('created', 'running') then null else clock_timestamp() end
-    where id = :sweep_id
-    returning id
-    """
-)
-
-HOLDER = text(
-    """
-    select activity.application_name, activity.backend_start
-    from pg_locks as lock
-    left join pg_stat_activity as activity on activity.pid = lock.pid
-    where lock.locktype = 'advisory' and lock.granted and lock.objsubid = 2
-        and lock.database = (select oid from pg_database where datname = current_database())
-        and lock.classid = cast(:class as integer)::oid and lock.objid = cast(:object as integer)::oid
-    """
-)
 
 
 class Hold:
@@ -366,7 +144,7 @@ class Ledger:
             row = connection.execute(query).mappings().one_or_none()
         if row is None:
             raise AlreadyExists(f"there is a sweep called {name} already")
-        return _sweep_row(row)
+        return sweep_row(row)
 
     def extend_sweep(
         self, sweep_id: int, *, spec: Mapping[str, Any], source: str, columns: Mapping[str, str], description: str = ""
@@ -382,7 +160,7 @@ class Ledger:
         table = Sweep.__table__
         query = table.update().where(Sweep.id == sweep_id).values(values).returning(table)  # type: ignore[attr-defined]
         with self._single.connect() as connection:
-            return _sweep_row(connection.execute(query).mappings().one())
+            return sweep_row(connection.execute(query).mappings().one())
 
     def set_sweep_state(self, sweep_id: int, state: SweepState) -> None:
         """Also keeps `started_at` (the first start) and `ended_at` (the last end; null while it runs)."""
@@ -580,7 +358,7 @@ class Ledger:
     def _sweep_where(self, condition: Any) -> SweepRow | None:
         with self._single.connect() as connection:
             row = connection.execute(select(Sweep.__table__).where(condition)).mappings().one_or_none()
-        return None if row is None else _sweep_row(row)
+        return None if row is None else sweep_row(row)
 
     def _one(self, statement: Any, **values: Any) -> RowMapping:
         with self._single.connect() as connection:
@@ -621,22 +399,6 @@ class Ledger:
                 found = connection.scalar(select(Sweep.columns).where(Sweep.id == sweep_id))
             self._columns[sweep_id] = {field: sql_type for field, sql_type in found or ()}
         return self._columns[sweep_id]
-
-
-def restore_floats(values: Params, types: Mapping[str, str]) -> dict[str, Any]:
-    """Undoes what JSON does to a float field: 1e16 comes back as an integer, an infinity as a text."""
-
-    def restore(name: str, value: Any) -> Any:
-        if types.get(name) != "double precision" or isinstance(value, bool):
-            return value
-        return float(value) if isinstance(value, int) or value in NOT_NUMBERS else value
-
-    return {name: restore(name, value) for name, value in values.items()}
-
-
-def _sweep_row(row: RowMapping) -> SweepRow:
-    columns = {field: sql_type for field, sql_type in row["columns"]}
-    return SweepRow(**{**row, "columns": columns, "state": SweepState(row["state"])})
 
 
 def _outcome_values(trial_id: int, attempt: int, outcome: Outcome) -> dict[str, Any]:

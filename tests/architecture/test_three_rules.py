@@ -22,7 +22,7 @@ LAYERS = [
     {"ledger", "tracking", "database"},
     {"execution"},
     {"reports"},
-    {"launch", "workspace", "serve", "doctor", "places"},
+    {"launch", "planning", "backends", "ending", "signals", "removal", "workspace", "serve", "doctor", "places"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

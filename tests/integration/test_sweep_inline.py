@@ -202,7 +202,7 @@ def test_an_optuna_search_runs_on_the_same_path(orch: Orch, name: str) -> None:
 
 def test_the_first_ctrl_c_marks_killed_and_resume_starts_a_second_attempt(orch: Orch, name: str) -> None:
     file = orch.sweep_file(GRID, name)
-    slow = ("--set", "params.sleep_s=0.05", "--set", "params.steps=60")
+    slow = ("--set", "params.sleep_s=0.05", "--set", "params.steps=30", "--set", "seeds=1")
     process = orch.start("sweep", file, "--inline", *slow)
     _wait_for_points(orch, name)
     process.send_signal(signal.SIGINT)
@@ -221,7 +221,7 @@ def test_the_first_ctrl_c_marks_killed_and_resume_starts_a_second_attempt(orch: 
         f"select count(*) as n, count(distinct step) as steps, min(attempt) as a from metrics"
         f" where run_id = '{killed}' and key = 'val/loss'"
     )
-    assert points == [{"n": 60, "steps": 60, "a": 2}]
+    assert points == [{"n": 30, "steps": 30, "a": 2}]
 
 
 def _wait_for_points(orch: Orch, name: str) -> None:

@@ -1,0 +1,91 @@
+"""How a sweep ended, put together for whoever prints it: exit code, comparison, remarks, the next commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestrator.planning import SweepRequest
+from orchestrator.reports.compare import compare, effects
+from orchestrator.reports.source import Query
+from orchestrator.reports.status import state_counts
+from orchestrator.reports.table import Table
+from orchestrator.trial import TrialState
+
+if TYPE_CHECKING:
+    from orchestrator.execution.sweep_run import SweepRun
+    from orchestrator.tracking.recorder import Remainder
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class SweepEnding:
+    """What `orch sweep` prints last."""
+
+    sweep: str
+    exit_code: int
+    counts: Mapping[str, int]
+    comparison: Table
+    effects: Table
+    remarks: Sequence[str]
+    next_commands: Sequence[tuple[str, str]]
+
+    @property
+    def num_trials(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def num_results(self) -> int:
+        return sum(count for state, count in self.counts.items() if TrialState(state).is_result)
+
+
+def exit_code(counts: Mapping[TrialState, int]) -> int:
+    """0 when every trial reached a result; a diverged run is one."""
+    return 0 if all(state.is_result for state, count in counts.items() if count) else 1
+
+
+def remarks_on(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
+    remarks = [run.abort_reason] if run.abort_reason else []
+    if run.without_record:
+        numbers = ", ".join(str(number) for number in sorted(run.without_record)[:20])
+        first = next(iter(run.without_record.values()))
+        remarks.append(f"trials without a record in MLflow: {numbers} ({first})")
+    unwritten = sorted({run_id for one in remainders for run_id in one.run_ids})
+    if unwritten:
+        points = sum(one.points for one in remainders)
+        remarks.append(
+            f"{points} points of {len(unwritten)} runs could not be written; they are safe in the journal and are"
+            f" written by the next command that records here: {', '.join(unwritten[:5])}"
+        )
+    for one in remainders:
+        if one.num_rejected:
+            remarks.append(f"{one.num_rejected} rows that PostgreSQL refused are kept in rejected.jsonl of the journal")
+        if one.num_damaged:
+            remarks.append(f"{one.num_damaged} lines of the journal could not be read back")
+        if one.reason:
+            remarks.append(one.reason)
+    return remarks
+
+
+def ending_of(query: Query, sweep: str, request: SweepRequest, code: int) -> SweepEnding:
+    if code == INTERRUPTED:
+        next_commands = [(request.command(resume=True), "go on with what is left")]
+    else:
+        orch = " ".join(request.orch)
+        next_commands = [
+            (f"{orch} runs {sweep}", "one line a trial"),
+            (f"{orch} best {sweep}", "the best finite run"),
+            (f'{orch} sql "select * from sweep_{sweep} limit 5"', "SQL"),
+            (f"{orch} ui", "MLflow's UI and the dashboards"),
+        ]
+    return SweepEnding(
+        sweep=sweep,
+        exit_code=code,
+        counts=state_counts(query, sweep),
+        comparison=compare(query, [sweep], None, None),
+        effects=effects(query, sweep),
+        remarks=[],
+        next_commands=next_commands,
+    )
