@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/orch sweep sweeps/zloss.yaml --resume
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

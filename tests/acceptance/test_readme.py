@@ -80,7 +80,7 @@ def test_the_first_commands_are_targets_of_the_makefile_and_the_demo_is_the_docu
     makefile = (ROOT / "Makefile").read_text()
     recipes = dict(re.findall(r"^(\w+): \$\(READY\)\n\t\$\(BIN\)/(.*)$", makefile, re.MULTILINE))
     assert recipes["demo"] == "orch sweep sweeps/zloss.yaml --resume"
-    assert recipes["test"] == "python -m pytest"
+    assert recipes["test"] == "python -m pytest -n 2 --dist loadfile"
     assert "the main job: orch sweep sweeps/zloss.yaml --resume" in README
 
 

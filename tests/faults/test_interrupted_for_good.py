@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -156,7 +157,8 @@ def test_a_keeper_does_not_touch_the_server_of_a_folder_that_took_the_place_of_i
     assert keeper is not None
     deleted_home.path.rename(tmp_path / "aside")
     url = embedded.ensure_running(deleted_home)
-    keeper.send_signal(signal.SIGTERM)
+    with suppress(psutil.NoSuchProcess):  # it may have noticed by itself
+        keeper.send_signal(signal.SIGTERM)
     assert wait_for(lambda: not _lives(keeper), 30)
     assert value_of(url, "select 1") == 1
     new = embedded.running(deleted_home)

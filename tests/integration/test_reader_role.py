@@ -218,6 +218,10 @@ def test_an_owner_that_may_not_create_roles_is_told_the_way_out(
         for query in ("select count(*) from public.runs", "create temporary table mine (a int)"):
             with pytest.raises(QueryError):
                 run_query(reader, query)
+        role = reader.user
+    with admin.connect(autocommit=True) as connection:  # roles belong to the server, which other tests use too
+        connection.execute(f"drop role if exists {role}")
+        connection.execute("drop role orch")
 
 
 # Errors in words
