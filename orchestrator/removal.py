@@ -16,12 +16,16 @@ from orchestrator.workspace import open_workspace
 
 
 def remove_sweep(home: Path | None, name: str, purge: bool) -> str:
-    """Archives or deletes a sweep; its name is free again. Raises NotFound, or AlreadyExists while it runs."""
+    """Archives or deletes a sweep; its name is free again. Raises NotFound, or AlreadyExists while it runs.
+
+    An archived one can still be deleted, by the name that archiving gave it.
+    """
     workspace = open_workspace(home)
-    sweep_facts(workspace.query, name)
     engine = workspace.database.engine("orch rm")
     ledger = Ledger(engine)
     sweep = ledger.find_sweep(name)
+    if sweep is None or (sweep.archived_at is not None and not purge):
+        sweep_facts(workspace.query, name)  # says which names there are
     assert sweep is not None, "the view has just shown it"
     runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
     archive_name = f"{name}~{sweep.id}"

@@ -57,8 +57,10 @@ class Home:
         return cls(start / HOME_NAME)
 
     def ensure(self) -> Home:
+        """Makes the folder. One that others own or may write into is refused: they could have planted its secrets."""
         with _usable(self.path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_foreign(self.path)
         return self
 
     def folder(self, name: str) -> Path:
@@ -77,8 +79,10 @@ class Home:
         """The file of a secret, made when it is missing. Safe for concurrent first calls."""
         path = self.folder("secrets") / name
         with _usable(path):
+            _refuse_foreign(path.parent)
             if not path.exists():
                 _write_secret(path)
+            _refuse_foreign(path)
         return path
 
     def scratch(self) -> Path:
@@ -131,6 +135,14 @@ def _write_secret(path: Path) -> None:
             os.link(draft, path)
     finally:
         draft.unlink()
+
+
+def _refuse_foreign(path: Path) -> None:
+    seen = path.stat()
+    if seen.st_uid != os.getuid():
+        raise PermissionError(errno.EACCES, "belongs to another user; name a home of your own with --home or ORCH_HOME")
+    if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EACCES, f"others may write into it; close it: chmod go-w {path}")
 
 
 def artifact_root(settings: Settings, home: Home) -> str:

@@ -72,6 +72,11 @@ class Report:
     measured_at: float = field(default_factory=time.time)
 
 
+def storable(text: str) -> str:
+    """The text without what PostgreSQL cannot hold: NUL and lone surrogates are spelled out."""
+    return text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode()
+
+
 @dataclass(frozen=True)
 class Finding:
     """Something a probe or a check saw."""
@@ -83,6 +88,10 @@ class Finding:
     step: int | None = None
     value: float | None = None
     threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("check_name", "message", "advice"):
+            object.__setattr__(self, name, storable(getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,10 @@ class Outcome:
     failure: Failure = Failure.NONE
     seconds: float | None = None  # of training, measured where it trained; None when that died with it
     host: str = ""  # where it trained
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", storable(self.reason))
+        object.__setattr__(self, "error", storable(self.error))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from orchestrator import __version__, ledger
 from orchestrator.database import reader, schema, view_catalog
 from orchestrator.database.connection import Database, open_database
 from orchestrator.reports.source import Query
-from orchestrator.settings import Home, Settings, journal_folder, remote_journal_folder
+from orchestrator.settings import Home, Settings, artifact_root, journal_folder, remote_journal_folder
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,12 @@ def open_workspace(home_path: Path | None, *, allow_nonempty: bool = False) -> W
     schema.prepare(
         database,
         fingerprint(),
-        [_create_mlflow_tables, _upgrade_ledger, _apply_views, schema.name_contents],
+        [
+            functools.partial(_create_mlflow_tables, artifact_root(settings, home)),
+            _upgrade_ledger,
+            _apply_views,
+            schema.name_contents,
+        ],
         expected_revision=_expected_revision,
         allow_nonempty=allow_nonempty,
     )
@@ -85,10 +90,10 @@ def open_workspace(home_path: Path | None, *, allow_nonempty: bool = False) -> W
     return Workspace(settings, home, database, identity)
 
 
-def _create_mlflow_tables(database: Database) -> None:
+def _create_mlflow_tables(root: str, database: Database) -> None:
     from orchestrator.tracking import mlflow_schema  # imports MLflow: only a first start needs it
 
-    mlflow_schema.create(database.url)
+    mlflow_schema.create(database.url, root)
 
 
 def _expected_revision() -> str:

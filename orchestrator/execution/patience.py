@@ -39,7 +39,10 @@ class Patience:
             if not is_away(error):
                 raise
             first_error = error
-        self._say(f"the database does not answer ({why_away(first_error)}); training goes on, waiting for it")
+        self._say(
+            f"the database does not answer ({why_away(first_error)}); training goes on, waiting for it"
+            " (any orch command starts an embedded server again)"
+        )
         since, pause_s = time.monotonic(), PAUSES_S[0]
         while True:
             time.sleep(pause_s)

@@ -170,12 +170,17 @@ def _train(job: Job, sink: Sink, verdict: Verdict) -> bool:
     context = TrialContext(job, sink, int(getattr(config, "seed", 0)))
     keys = Keys(job, sink, workload)
     deadline = time.monotonic() + job.trial_time_s if job.trial_time_s else math.inf
+    last_timestamp_ms = 0
     reports = workload.load().run(config, context)
     try:
         for report in reports:
             step = whole_step(report.step)
             metrics = {keys.legal(name): real_number(name, value) for name, value in report.metrics.items()}
-            sink.record(job, step, _timestamp_ms(report, job), metrics)
+            timestamp_ms = _timestamp_ms(report, job)
+            if step == verdict.last_step:  # said again: the later word must be the later point
+                timestamp_ms = max(timestamp_ms, last_timestamp_ms + 1)
+            last_timestamp_ms = timestamp_ms
+            sink.record(job, step, timestamp_ms, metrics)
             verdict.see(step, metrics)
             if verdict.diverged_at is not None and job.stop_diverged:
                 return False

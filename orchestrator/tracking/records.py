@@ -51,11 +51,14 @@ def checked(points: Points) -> Points:
 
 
 def whole_step(step: Any) -> int:
-    """`step` as an int; numpy integers count. Raises MetricError for anything else."""
+    """`step` as an int; numpy integers count. Raises MetricError for anything else, or one beyond 64 bits."""
     try:
-        return operator.index(step)
+        number = operator.index(step)
     except TypeError as error:
         raise MetricError(f"step {step!r} is not a whole number") from error
+    if not -(2**63) <= number < 2**63:
+        raise MetricError(f"step {number} does not fit into 64 bits")
+    return number
 
 
 def real_number(name: str, value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import time
 from pathlib import Path
@@ -333,3 +334,35 @@ def test_a_second_driver_that_took_the_sweep_stops_the_first(orch: Orch, name: s
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 2, output
     assert "this sweep is being run by" in output
+
+
+def test_a_nul_in_an_exception_and_a_huge_step_fail_their_trials_only(orch: Orch, name: str) -> None:
+    done = orch("sweep", orch.sweep_file(ODD % "nul, huge_step, nothing", name), "--inline", expect=1)
+    assert f"{name}: 1/3 finished (2 failed)" in done.out
+    rows = orch.rows(f"select reason from runs where sweep = '{name}' and state = 'failed' order by trial")
+    assert rows[0]["reason"] == "ValueError: bad \\x00 byte"
+    assert "does not fit into 64 bits" in rows[1]["reason"]
+
+
+def test_a_step_said_again_counts_as_said_last(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(ODD % "again", name), "--inline")
+    rows = orch.rows(f'select objective, "val/loss" from runs join sweep_{name} using (run_id)')
+    assert rows == [{"objective": 0.1, "val/loss": 0.1}]
+
+
+def test_an_archived_sweep_can_be_purged_by_the_name_it_was_given(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(ODD % "nothing", name), "--inline")
+    archived = orch("rm", name).out.split("archived as ")[1].split(";")[0]
+    orch("rm", archived, "--purge")
+    assert "unknown sweep" in orch("rm", archived, "--purge", expect=2).err
+
+
+def test_a_home_that_somebody_else_could_have_filled_is_refused(orch: Orch, tmp_path: Path) -> None:
+    home = tmp_path / ".orch"
+    home.mkdir()
+    home.chmod(0o777)
+    assert "others may write into it" in orch("--home", home, "status", expect=2).err
+    if os.getuid() == 0:
+        home.chmod(0o700)
+        os.chown(home, 65534, 65534)
+        assert "belongs to another user" in orch("--home", home, "status", expect=2).err

@@ -66,6 +66,12 @@ class Odd:
             metrics = {"train/loss": 1 / step, "val/loss": config.x / step}
             if step == 2:
                 metrics = self._odd(config, context, metrics)
+            if config.do == "again" and step == config.steps:
+                yield Report(step, {"val/loss": 0.9})
+                yield Report(step, {"val/loss": 0.1})
+                continue
+            if config.do == "huge_step":
+                yield Report(2**64, metrics)
             if config.do == "numpy_step":
                 yield Report(np.int64(step), metrics)  # type: ignore[arg-type]
                 continue
@@ -76,6 +82,8 @@ class Odd:
                 return
 
     def _odd(self, config: Config, context: Context, metrics: dict[str, float]) -> dict[str, float]:
+        if config.do == "nul":
+            raise ValueError("bad \0 byte")
         if config.do == "exit":
             sys.exit(0)
         if config.do == "raise":

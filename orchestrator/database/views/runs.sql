@@ -8,7 +8,8 @@
 --                          null while waiting or running, and for failed, killed and lost trials
 --   diverged_at            step at which it diverged; null: it did not
 --   attempts               how often it was begun; 0 while it waits for the first time
---   seconds                time its attempts took together, a running one until now; null before the first
+--   seconds                time its attempts took together, a running one until now; null before the first. An attempt
+--                          whose command died is left out: nobody knows when it stopped
 --   host, device, git_commit   of the last attempt; empty while unknown
 --   error, reason          traceback of a failure; one line on why it diverged, failed or was stopped; else empty
 --   objective, last_step   the sweep's metric at the last report, may be non-finite; null while there is none
@@ -55,10 +56,13 @@ join orch_ledger.trials as trial on trial.sweep_id = sweep.id
 cross join lateral (
     select
         sum(
-            coalesce(
-                attempt.seconds,
-                extract(epoch from coalesce(attempt.ended_at, clock_timestamp()) - attempt.started_at)
-            )
+            case
+                when attempt.state = 'lost' then attempt.seconds
+                else coalesce(
+                    attempt.seconds,
+                    extract(epoch from coalesce(attempt.ended_at, clock_timestamp()) - attempt.started_at)
+                )
+            end
         )::double precision as seconds
     from orch_ledger.attempts as attempt
     where attempt.trial_id = trial.id
