@@ -18,6 +18,25 @@ from workloads.moe_router.train import MoeRouter
 
 
 @dataclass
+class Shelf:
+    """Checkpoints in memory; one is due every `every` steps."""
+
+    every: int | None = None
+    state: bytes | None = None
+    steps: list[int] = field(default_factory=list)
+
+    def load(self) -> bytes | None:
+        return self.state
+
+    def due(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
+
+    def save(self, step: int, state: bytes) -> None:
+        self.steps.append(step)
+        self.state = state
+
+
+@dataclass
 class LonelyContext:
     """A trial that runs by itself. `stop_after` is the number of updates after which the signal comes."""
 
@@ -28,6 +47,7 @@ class LonelyContext:
     trial: int = 0
     attempt: int = 1
     findings: list[Finding] = field(default_factory=list)
+    checkpoint: Shelf = field(default_factory=Shelf)
     asked: int = 0
 
     @property

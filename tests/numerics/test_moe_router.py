@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from orchestrator.workload import describe, flatten
 from workloads.engine.precision import POLICIES
 from workloads.engine.random import generator
+from workloads.engine.windows import Windows
 from workloads.layers.router import load_balance_loss
-from workloads.moe_router import train as module
 from workloads.moe_router.config import METRICS, Config
 from workloads.moe_router.model import MoeRegression, Seen
 from workloads.moe_router.task import NUM_TRAIN
-from workloads.moe_router.train import draw_data, draw_window
+from workloads.moe_router.train import MoeRouter
 
 SMALL: dict[str, Any] = {"steps": 6, "batch_size": 32, "d_hidden": 8}
 
@@ -76,7 +76,10 @@ def test_it_stops_after_the_step_in_which_the_signal_came(lonely: Any, reports: 
 
 def test_a_trial_gives_the_same_numbers_when_it_is_run_again(lonely: Any, reports: Any):
     runs = [reports(Config(**SMALL, precision="bf16"), lonely(log_every=2)) for _ in range(2)]
-    timeless = [[{**report.metrics, "time/step_seconds": 0} for report in run] for run in runs]
+    timeless = [
+        [{name: value for name, value in report.metrics.items() if not name.startswith("time/")} for report in run]
+        for run in runs
+    ]
     assert timeless[0] == timeless[1]
 
 
@@ -89,11 +92,12 @@ def test_a_trial_leaves_torchs_global_generator_alone(lonely: Any, reports: Any)
 def test_trials_that_differ_in_a_scalar_see_the_same_data_order_and_initial_weights(lonely: Any):
     def starts(config: Config) -> list[torch.Tensor]:
         context = lonely(trial_seed=config.seed)
-        training, held_out = draw_data(config, context, "cpu")
+        rows = MoeRouter().data(config, context)
         order = generator(context, "order")
-        windows = [part for _ in range(3) for part in draw_window(config, training, order)]
+        windows = Windows(rows.num_rows, config.batch_size, config.accumulation_steps, config.order, order)
+        parts = [rows.batch(indices, 0) for _ in range(3) for indices in windows.draw()]
         weights = list(MoeRegression(config, generator(context, "init")).parameters())
-        return [*weights, *held_out, *[torch.cat([part[i] for part in windows]) for i in (0, 1)]]
+        return [*weights, *rows.held_out, *[torch.cat([part[i] for part in parts]) for i in (0, 1)]]
 
     plain, other = starts(Config()), starts(Config(c_z=1e-2, lr=0.1, alpha=0.0, precision="bf16", router_offset=300.0))
     split = starts(Config(batch_size=128, accumulation_steps=2))
@@ -102,9 +106,9 @@ def test_trials_that_differ_in_a_scalar_see_the_same_data_order_and_initial_weig
 
 
 def test_held_out_rows_are_none_of_the_training_rows(lonely: Any):
-    training, held_out = draw_data(Config(), lonely(), "cpu")
-    assert len(training.inputs_NI) == NUM_TRAIN
-    assert torch.cdist(held_out.inputs_NI, training.inputs_NI).min() > 0
+    rows = MoeRouter().data(Config(), lonely())
+    assert rows.num_rows == NUM_TRAIN
+    assert torch.cdist(rows.held_out.inputs_NI, rows.training.inputs_NI).min() > 0
 
 
 def test_a_coefficient_of_zero_is_the_same_bits_as_no_z_loss(
@@ -113,13 +117,13 @@ def test_a_coefficient_of_zero_is_the_same_bits_as_no_z_loss(
     config = Config(**SMALL | {"steps": 40}, c_z=0.0)
     with_term = reports(config, lonely())[-1].metrics
 
-    def without_term(call: Any, batch: Any, hyper: Any) -> Any:
+    def without_term(self: Any, call: Any, batch: Any, hyper: Any) -> Any:
         prediction, routing = call(batch.inputs_NI, hyper["offset"])
         mse = torch.nn.functional.mse_loss(prediction, batch.targets_NO)
         balance = load_balance_loss(routing.probabilities_BE, routing.experts_BK)
         return mse + hyper["alpha"] * balance, Seen(mse, routing)
 
-    monkeypatch.setattr(module, "moe_loss", without_term)
+    monkeypatch.setattr(MoeRouter, "loss", without_term)
     without = reports(config, lonely())[-1].metrics
     same = [name for name in with_term if not name.startswith("time/")]
     assert {name: with_term[name] for name in same} == {name: without[name] for name in same}

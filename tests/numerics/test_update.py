@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from workloads.engine.precision import POLICIES, Precision, loss_scaler
+from workloads.engine.training import build_trainer
 from workloads.engine.update import Trainer, Update, clip_gradients, gradient_norms
 from workloads.layers.router import router_z_loss
 from workloads.moe_router.config import Config
 from workloads.moe_router.model import MoeRegression, moe_loss
 from workloads.moe_router.task import Batch, draw_task
-from workloads.moe_router.train import build_trainer
+from workloads.moe_router.train import MoeRouter
 
 PRECISIONS = list(POLICIES)
 EXACT = Precision(torch.float64, torch.float64, torch.float64)
@@ -28,7 +29,7 @@ class Slope:
     """A batch whose gradient is `slope` itself, times the number of `rows` it stands for."""
 
     slope: Tensor
-    num_rows: int = 1
+    num_valid: int = 1
 
 
 def slope_loss(call: Callable[..., Any], batch: Slope, hyper: Any) -> tuple[Tensor, None]:
@@ -44,7 +45,7 @@ def slope_trainer(
 
 
 def weight_of(trainer: Trainer) -> list[float]:
-    return trainer.blocks["all"][0].detach().tolist()
+    return trainer.parameters[0].detach().tolist()
 
 
 def step(trainer: Trainer, *slopes: Sequence[float]) -> Update:
@@ -111,9 +112,7 @@ def test_a_schedule_waits_for_the_update_that_was_skipped():
     trainer = slope_trainer(1, "fp16")
     rates = [1.0, 0.75, 0.5, 0.25]
     schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda count: rates[count])
-    trainer = Trainer(
-        trainer.call, trainer.loss, trainer.blocks, trainer.optimizer, trainer.scaler, schedules=[schedule]
-    )
+    trainer.schedules = [schedule]
     applied = [step(trainer, [slope]).applied for slope in (math.inf, 1.0, 1.0, 1.0)]
     assert applied == [False, True, True, True]
     assert weight_of(trainer) == [-(1.0 + 0.75 + 0.5)]
@@ -147,7 +146,7 @@ def batch(num_rows: int) -> Batch:
 def gradient_of(window: Sequence[Batch], hyper: dict[str, float]) -> tuple[Tensor, Update]:
     config = Config(lr=1e-3)
     model = MoeRegression(config, torch.Generator().manual_seed(3), EXACT).double()
-    update = build_trainer(config, model, "cpu").update(window, hyper)
+    update = build_trainer(MoeRouter(), config, model, "cpu").update(window, hyper)
     return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]), update
 
 
@@ -186,7 +185,7 @@ def test_the_routers_term_does_not_grow_with_the_number_of_micro_batches():
 def test_weights_gradients_and_optimiser_state_are_float32_under_every_precision(precision: str):
     config = Config(precision=precision, clip_norm=1.0, d_hidden=8)
     model = MoeRegression(config, torch.Generator().manual_seed(3))
-    trainer = build_trainer(config, model, "cpu")
+    trainer = build_trainer(MoeRouter(), config, model, "cpu")
     rows = draw_task(0, 0.6, 2.0, 0.42).draw(32, torch.Generator().manual_seed(5))
     prediction, routing = model(rows.inputs_NI)
     assert prediction.dtype == torch.float32

@@ -16,23 +16,29 @@ from torch import Tensor, nn
 
 Scalar = float | Tensor
 Hyper = Mapping[str, Scalar]
+Call = Callable[..., Any]
 
 
 class Batch(Protocol):
     @property
-    def num_rows(self) -> int:
-        """How much this batch counts in its window: rows here, valid tokens in a language model."""
+    def num_valid(self) -> float:
+        """How much this batch counts in its window: rows, valid target tokens, or a sum of weights."""
 
 
-Loss = Callable[[Callable[..., Any], Any, Hyper], tuple[Tensor, Any]]
+Loss = Callable[[Call, Any, Hyper], tuple[Tensor, Any]]
+Prepare = Callable[[Call, Sequence[Any], Hyper], Hyper]
 Blocks = Mapping[str, Sequence[nn.Parameter]]
+
+
+def nothing_to_prepare(call: Call, window: Sequence[Any], hyper: Hyper) -> Hyper:
+    return hyper
 
 
 @dataclass(frozen=True)
 class Update:
     """What one update did.
 
-    `losses` is the optimised loss over the whole window, not that of its last micro-batch. `norms` holds the gradient
+    `loss` is the optimised loss over the whole window, not that of its last micro-batch. `norms` holds the gradient
     norm of every block and of `total`, unscaled and before the clip. `seen` is what the loss returned beside its value,
     one entry a micro-batch, with the micro-batch's share of the window.
     """
@@ -45,48 +51,75 @@ class Update:
     seen: Sequence[tuple[float, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trainer:
-    """What an update needs. `blocks` holds every trained parameter once; `schedules` follow applied updates only."""
+    """What an update needs. `blocks` holds every trained parameter once; `schedules` follow applied updates only.
 
-    call: Callable[..., Any]
+    `prepare` sees the whole window before its first backward pass, and may add to the hyperparameters what the loss of
+    a micro-batch has to know of it. The methods are small so that a planted bug can be a subclass with one line.
+    """
+
+    call: Call
     loss: Loss
     blocks: Blocks
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     clip_norm: float | None = None
     schedules: Sequence[torch.optim.lr_scheduler.LRScheduler] = ()
+    prepare: Prepare = nothing_to_prepare
+
+    def __post_init__(self) -> None:
+        self.parameters = [parameter for block in self.blocks.values() for parameter in block]
 
     def update(self, window: Sequence[Batch], hyper: Hyper) -> Update:
         """Applies the window's gradient once, or not at all when it is not finite."""
-        self.optimizer.zero_grad(set_to_none=True)
-        loss, seen = self._accumulate(window, hyper)
-        self.scaler.unscale_(self.optimizer)
-        norms = gradient_norms(self.blocks)
-        applied = math.isfinite(norms["total"])  # torch's clip would turn (inf, 1) into (nan, 0) and step with it
-        clipped = applied and clip_gradients(self._parameters(), norms["total"], self.clip_norm)
+        self.clear_gradients()
+        loss, seen = self.accumulate(window, self.prepare(self.call, window, hyper))
+        norms, clipped = self.unscale_and_clip()
+        applied = math.isfinite(norms["total"])
         if applied:
-            self.scaler.step(self.optimizer)
-            for schedule in self.schedules:
-                schedule.step()
+            self.step()
         self.scaler.update()  # halves the scale after a skipped step; unscale_ has recorded the overflow
-        num_nonfinite = count_nonfinite(self._parameters())
-        return Update(loss, norms, applied, clipped, num_nonfinite, seen)
+        return Update(loss, norms, applied, clipped, count_nonfinite(self.parameters), seen)
 
-    def _accumulate(self, window: Sequence[Batch], hyper: Hyper) -> tuple[Tensor, list[tuple[float, Any]]]:
-        num_rows = sum(micro.num_rows for micro in window)
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def accumulate(self, window: Sequence[Batch], hyper: Hyper) -> tuple[Tensor, list[tuple[float, Any]]]:
+        """Adds up the gradient of the window's mean over valid targets; returns that mean and what was seen."""
+        num_valid = [micro.num_valid for micro in window]
+        shares = [count / sum(num_valid) for count in num_valid]  # targets are the unit: micro-batches differ in size
         total = torch.zeros(())
         seen: list[tuple[float, Any]] = []
-        for micro in window:
-            share = micro.num_rows / num_rows  # rows, not micro-batches, are the unit: the last one may be shorter
+        for micro, share, gradient_share in zip(window, shares, self.gradient_shares(shares), strict=True):
             loss, observed = self.loss(self.call, micro, hyper)
-            self.scaler.scale(loss * share).backward()  # type: ignore[no-untyped-call]
+            self.backward(loss, gradient_share)
             total = total.to(loss) + loss.detach() * share
             seen.append((share, observed))
         return total, seen
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for block in self.blocks.values() for parameter in block]
+    def gradient_shares(self, shares: Sequence[float]) -> Sequence[float]:
+        """What each micro-batch's gradient counts, from its share of the window's valid targets."""
+        return shares
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        self.scaler.scale(loss * share).backward()  # type: ignore[no-untyped-call]
+
+    def unscale_and_clip(self) -> tuple[dict[str, float], bool]:
+        """The norms before the clip, and whether it had to act. A gradient that is not finite is left alone."""
+        self.scaler.unscale_(self.optimizer)
+        norms = gradient_norms(self.blocks)  # the clip would hide what we want to see
+        # torch's own clip would turn (inf, 1) into (nan, 0) and step with it
+        clipped = math.isfinite(norms["total"]) and clip_gradients(self.parameters, norms["total"], self.clip_norm)
+        return norms, clipped
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.step_schedules()
+
+    def step_schedules(self) -> None:
+        for schedule in self.schedules:
+            schedule.step()
 
 
 def gradient_norms(blocks: Blocks) -> dict[str, float]:
@@ -94,7 +127,10 @@ def gradient_norms(blocks: Blocks) -> dict[str, float]:
 
     Per tensor in float64: a float32 norm of a large CPU tensor is wrong by per cents, and squares of 1e20 overflow it.
     """
-    squares = torch.stack([_square(parameter) for block in blocks.values() for parameter in block]).tolist()
+    parameters = [parameter for block in blocks.values() for parameter in block]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    measured = iter(_norms(gradients, torch.float64))
+    squares = [0.0 if parameter.grad is None else next(measured) ** 2 for parameter in parameters]
     norms, start = {}, 0
     for name, block in blocks.items():
         norms[name] = math.sqrt(sum(squares[start : start + len(block)]))
@@ -103,29 +139,35 @@ def gradient_norms(blocks: Blocks) -> dict[str, float]:
     return norms
 
 
-def _square(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros((), dtype=torch.float64, device=parameter.device)
-    norm: Tensor = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-    return norm.square()
+def _norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[float]:
+    """The 2-norm of each tensor; one kernel call and one transfer, as torch's own get_total_norm does it."""
+    if not tensors:
+        return []
+    norms: list[float] = torch.stack(torch._foreach_norm(list(tensors), 2, dtype)).tolist()
+    return norms
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_norm: float | None) -> bool:
     """Scales all gradients in place so that their common norm is `clip_norm`; says whether it had to.
 
-    `norm` is finite and measured. The product is taken in float64: for gradients near 3e38 the factor is below
-    float32's smallest normal number.
+    `norm` is finite and measured. A factor below float32's smallest normal number is applied in float64: for gradients
+    near 3e38 it would otherwise lose its digits.
     """
     if clip_norm is None or norm <= clip_norm:
         return False
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.copy_(parameter.grad.double() * (clip_norm / norm))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    factor = clip_norm / norm
+    if factor >= torch.finfo(torch.float32).tiny:
+        torch._foreach_mul_(gradients, factor)
+    else:
+        for gradient in gradients:
+            gradient.copy_(gradient.double() * factor)
     return True
 
 
 def count_nonfinite(parameters: Iterable[nn.Parameter]) -> int:
     """How many values of the parameters are NaN or infinite."""
-    with torch.no_grad():
-        counts = [torch.isfinite(parameter).logical_not().sum() for parameter in parameters]
-        return int(torch.stack(counts).sum())
+    values = [parameter.detach() for parameter in parameters]
+    if all(map(math.isfinite, _norms(values))):  # seven times cheaper than counting; huge values may overflow it
+        return 0
+    return int(torch.stack([torch.isfinite(value).logical_not().sum() for value in values]).sum())

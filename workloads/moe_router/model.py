@@ -6,7 +6,7 @@ Axes: B rows, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -75,10 +75,13 @@ def moe_loss(call: Callable[..., Any], batch: Batch, hyper: Hyper) -> tuple[Tens
     """Mean squared error + alpha * balance + c_z * router z-loss, a scalar.
 
     `call(inputs, offset)` is the model, or its functional form; `hyper` holds `alpha`, `c_z` and the logits' `offset`
-    as numbers or tensors without axes. Nothing here depends on a value, so the whole may run under vmap.
+    as numbers or tensors without axes, and `load_E` where the batch is part of a window whose load counts. Nothing here
+    depends on a value, so the whole may run under vmap.
     """
     prediction_BO, routing = call(batch.inputs_NI, hyper["offset"])
     mse = F.mse_loss(prediction_BO, batch.targets_NO)
-    balance = load_balance_loss(routing.probabilities_BE, routing.experts_BK)
+    balance = load_balance_loss(
+        routing.probabilities_BE, routing.experts_BK, load_E=cast("Tensor | None", hyper.get("load_E"))
+    )
     loss = mse + hyper["alpha"] * balance + hyper["c_z"] * router_z_loss(routing.logits_BE)
     return loss, Seen(mse, routing)

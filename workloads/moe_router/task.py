@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     targets_NO: Tensor
 
     @property
-    def num_rows(self) -> int:
+    def num_valid(self) -> int:
         return len(self.inputs_NI)
 
     def to(self, device: str) -> Batch:

@@ -1,128 +1,96 @@
-"""Trains one `moe_router` trial and reports on it. Touches no global state: every random number has its own stream."""
+"""What the training loop needs of `moe_router`: its rows, its model, its loss and what is seen of them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
-from orchestrator.trial import Finding, Report, Severity
 from orchestrator.workload import Context
-from workloads.engine.precision import POLICIES, loss_scaler
+from workloads.engine.optimizers import Groups, decay_groups
 from workloads.engine.random import generator
-from workloads.engine.update import Hyper, Trainer, Update
-from workloads.moe_router.config import METRICS, Config
-from workloads.moe_router.model import MoeRegression, moe_loss
-from workloads.moe_router.observe import Tally, evaluate, router_metrics
+from workloads.engine.training import TrainingWorkload
+from workloads.engine.update import Blocks, Call, Hyper, Update
+from workloads.layers.router import expert_load
+from workloads.layers.router_metrics import router_metrics, to_floats
+from workloads.moe_router.config import METRICS
+from workloads.moe_router.config import Config as MoeConfig
+from workloads.moe_router.model import MoeRegression, Seen, moe_loss
+from workloads.moe_router.observe import evaluate
 from workloads.moe_router.task import NUM_TEST, NUM_TRAIN, Batch, draw_task
 
 
-def train(config: Config, context: Context) -> Iterator[Report]:
-    """Reports at the asked steps, at the last one, and at the first step that could not be used."""
-    device = choose_device(config, context)
-    training, held_out = draw_data(config, context, device)
-    model = MoeRegression(config, generator(context, "init")).to(device)
-    trainer = build_trainer(config, model, device)
-    order = generator(context, "order")
-    tally, healthy = Tally(), True
-    for step in range(1, config.steps + 1):
-        if context.stopping:
-            return
-        with tally.timed():
-            hyper = hyper_at(config, step)
-            update = trainer.update(draw_window(config, training, order), hyper)
-        tally.add(update)
-        first_trouble = healthy and not usable(update, trainer)
-        healthy = healthy and not first_trouble
-        if first_trouble:
-            context.finding(describe_trouble(update, step))
-        if first_trouble or context.should_report(step) or step == config.steps:
-            measured = {**evaluate(model, held_out, hyper["offset"]), **router_metrics_of(update, config.k)}
-            yield Report(step, {**update_metrics(update, trainer, tally), **measured})
+@dataclass(frozen=True)
+class Rows:
+    """The training rows and the held-out rows: one task, two independent streams of the trial."""
+
+    training: Batch
+    held_out: Batch
+
+    @property
+    def num_rows(self) -> int:
+        return self.training.num_valid
+
+    def batch(self, indices_B: Tensor, noise: int) -> Batch:
+        return self.training.rows(indices_B.to(self.training.inputs_NI.device))
+
+    def to(self, device: str) -> Rows:
+        return Rows(self.training.to(device), self.held_out.to(device))
 
 
-def choose_device(config: Config, context: Context) -> str:
-    """`auto` is the device the trial was given. Raises ValueError for a GPU that the trial was not given."""
-    if config.device == "cuda" and context.device != "cuda":
-        raise ValueError("device: cuda, but this trial was given no GPU; set resources.gpu above 0, or device: auto")
-    return context.device if config.device == "auto" else config.device
-
-
-def draw_data(config: Config, context: Context, device: str) -> tuple[Batch, Batch]:
-    """The training rows and the held-out rows: one task, two independent streams of this trial."""
-    task = draw_task(config.task_seed, config.spread, config.task_scale, config.noise)
-    training = task.draw(NUM_TRAIN, generator(context, "data"))
-    held_out = task.draw(NUM_TEST, generator(context, "eval"))
-    return training.to(device), held_out.to(device)
-
-
-def draw_window(config: Config, training: Batch, order: torch.Generator) -> list[Batch]:
-    """The micro-batches of one update. The rows depend on their number only, not on how they are split."""
-    indices = torch.randint(NUM_TRAIN, (config.batch_size * config.accumulation_steps,), generator=order)
-    return [training.rows(part.to(training.inputs_NI.device)) for part in torch.split(indices, config.batch_size)]
-
-
-def build_trainer(config: Config, model: MoeRegression, device: str) -> Trainer:
-    offset = model.moe.router.offset
-    groups = [{"params": [parameter for parameter in model.parameters() if parameter is not offset]}]
-    if offset is not None:
-        groups.append({"params": [offset], "lr": config.offset_lr})  # type: ignore[dict-item]
-    return Trainer(
-        call=model,
-        loss=moe_loss,
-        blocks=model.blocks(),
-        optimizer=torch.optim.Adam(groups, lr=config.lr, fused=True),
-        scaler=loss_scaler(POLICIES[config.precision], device),
-        clip_norm=config.clip_norm,
-    )
-
-
-def hyper_at(config: Config, step: int) -> Hyper:
-    """The loss's scalars at a step; the drift makes the offset depend on it."""
-    return {"alpha": config.alpha, "c_z": config.c_z, "offset": config.router_offset + config.offset_drift * step}
-
-
-def usable(update: Update, trainer: Trainer) -> bool:
-    """False when training cannot be trusted from here on. A step skipped by the loss scaler is business as usual."""
-    skipped = not update.applied and not trainer.scaler.is_enabled()
-    return not skipped and update.num_nonfinite_parameters == 0
-
-
-def describe_trouble(update: Update, step: int) -> Finding:
-    if update.num_nonfinite_parameters:
-        message = f"{update.num_nonfinite_parameters} parameter values are not finite after this update"
-    else:
-        message = f"the gradient's norm is {update.norms['total']}; the update was not applied"
-    return Finding("nonfinite_update", Severity.ERROR, message, "lower lr, set clip_norm, or raise c_z", step)
-
-
-def router_metrics_of(update: Update, k: int) -> dict[str, float]:
-    return router_metrics([seen.routing for _, seen in update.seen], k)
-
-
-def update_metrics(update: Update, trainer: Trainer, tally: Tally) -> dict[str, float]:
-    """Loss, norms and counts. An unusable update has no loss: NaN, which the orchestrator calls diverged."""
-    metrics = {
-        "train/loss": float(update.loss) if usable(update, trainer) else math.nan,
-        "train/mse": float(sum(share * seen.mse.detach() for share, seen in update.seen)),
-        "params/nonfinite": float(update.num_nonfinite_parameters),
-        **{f"grad/preclip/{name}": norm for name, norm in update.norms.items()},
-        **tally.take(),
-    }
-    if trainer.scaler.is_enabled():
-        metrics["scaler/scale"] = trainer.scaler.get_scale()
-        metrics["scaler/skipped_steps"] = float(tally.skipped_steps)
-    return metrics
-
-
-class MoeRouter:
+class MoeRouter(TrainingWorkload):
     """Trials that differ in any scalar but the seed share data, batch order and initial weights."""
 
-    Config = Config
+    Config = MoeConfig
     metrics = METRICS
 
-    def run(self, config: Any, context: Context) -> Iterator[Report]:
-        """Trains by a `Config`. Step numbers and metrics are described beside it."""
-        return train(config, context)
+    def data(self, config: MoeConfig, context: Context) -> Rows:
+        task = draw_task(config.task_seed, config.spread, config.task_scale, config.noise)
+        training = task.draw(NUM_TRAIN, generator(context, "data"))
+        return Rows(training, task.draw(NUM_TEST, generator(context, "eval")))
+
+    def build(self, config: MoeConfig, data: Rows, source: torch.Generator) -> MoeRegression:
+        return MoeRegression(config, source)
+
+    def loss(self, call: Call, batch: Batch, hyper: Hyper) -> tuple[Tensor, Seen]:
+        return moe_loss(call, batch, hyper)
+
+    def blocks(self, model: nn.Module) -> Blocks:
+        assert isinstance(model, MoeRegression)
+        return model.blocks()
+
+    def parameter_groups(self, config: MoeConfig, model: nn.Module) -> Groups:
+        """The learnable correction of the offset has a learning rate of its own."""
+        named = dict(model.named_parameters())
+        offset = named.pop("moe.router.offset", None)
+        groups = decay_groups(named.items(), config.weight_decay)
+        return (
+            groups if offset is None else [*groups, {"params": [offset], "lr": config.offset_lr, "weight_decay": 0.0}]
+        )
+
+    def hyper(self, config: MoeConfig, step: int) -> Hyper:
+        """The drift makes the offset depend on the step."""
+        return {"alpha": config.alpha, "c_z": config.c_z, "offset": config.router_offset + config.offset_drift * step}
+
+    def prepare(self, call: Call, window: Sequence[Batch], hyper: Hyper) -> Hyper:
+        """The load of the whole window, which the balance loss of each micro-batch refers to.
+
+        It costs a forward pass more, and only where the window has several micro-batches.
+        """
+        if len(window) == 1 or hyper["alpha"] == 0:
+            return hyper
+        with torch.no_grad():
+            routings = [call(micro.inputs_NI, hyper["offset"])[1] for micro in window]
+        loads = [expert_load(routing.experts_BK, routing.logits_BE.shape[-1]) for routing in routings]
+        return {**hyper, "load_E": torch.stack(loads).sum(0)}
+
+    def observe(self, config: MoeConfig, update: Update) -> dict[str, float]:
+        mse = sum(share * seen.mse.detach() for share, seen in update.seen)
+        routings = [seen.routing for _, seen in update.seen]
+        return {"train/mse": float(mse), **to_floats(router_metrics(routings, config.k))}
+
+    def evaluate(self, config: MoeConfig, model: nn.Module, data: Rows, hyper: Hyper) -> dict[str, float]:
+        assert isinstance(model, MoeRegression)
+        return evaluate(model, data.held_out, hyper["offset"])

@@ -1,0 +1,64 @@
+"""Optimisers and learning-rate schedules, all of them torch's own. Steps nothing.
+
+A schedule is a function of the number of applied updates; whether an update was applied is the trainer's to know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from workloads.engine.training_config import TrainingConfig
+
+Groups = list[dict[str, Any]]
+
+
+def decay_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> Groups:
+    """Matrices decay; biases, norms and scalars do not, as in GPT-2's training (Radford et al., 2019)."""
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for name, parameter in parameters:
+        (decayed if parameter.dim() >= 2 and "bias" not in name else kept).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(config: TrainingConfig, groups: Groups) -> torch.optim.Optimizer:
+    """The optimiser of `config.optimizer`, in its fused form: one kernel an update, the same arithmetic."""
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def build_schedules(
+    config: TrainingConfig, optimizer: torch.optim.Optimizer
+) -> list[torch.optim.lr_scheduler.LRScheduler]:
+    """The schedule as torch's LambdaLR; none for a constant rate without warm-up."""
+    if config.schedule == "constant" and config.warmup_steps == 0:
+        return []
+    course = COURSES[config.schedule]
+    factor = partial(lr_share, warmup_steps=config.warmup_steps, steps=config.steps, floor=config.min_lr_share)
+    return [torch.optim.lr_scheduler.LambdaLR(optimizer, partial(factor, course=course))]
+
+
+def lr_share(
+    num_applied: int, *, warmup_steps: int, steps: int, floor: float, course: Callable[[float], float]
+) -> float:
+    """What the learning rate is multiplied by after `num_applied` updates: 1/w, 2/w .. 1, then from 1 to `floor`."""
+    if num_applied < warmup_steps:
+        return (num_applied + 1) / warmup_steps
+    progress = (num_applied - warmup_steps) / max(1, steps - warmup_steps)
+    return floor + (1 - floor) * course(min(1.0, progress))
+
+
+COURSES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),  # SGDR (Loshchilov & Hutter, 2017)
+}

@@ -1,0 +1,217 @@
+"""The one training loop. A workload brings data, model and loss; the loop accumulates, steps, measures and reports.
+
+Step s is the state after s updates (an update that was skipped because its gradient was not finite counts as one).
+Nothing is reported before the first update.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.trial import Finding, Report, Severity
+from orchestrator.workload import Context
+from workloads.engine import checkpoint
+from workloads.engine.devices import choose_device
+from workloads.engine.optimizers import Groups, build_optimizer, build_schedules, decay_groups
+from workloads.engine.precision import POLICIES, loss_scaler
+from workloads.engine.random import generator, noise_seed, own_globals
+from workloads.engine.tally import Tally
+from workloads.engine.training_config import TrainingConfig
+from workloads.engine.update import Batch, Blocks, Call, Hyper, Trainer, Update
+from workloads.engine.windows import Windows
+
+
+class Data(Protocol):
+    """Training rows and, apart from them, whatever evaluation needs."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows a window may draw from."""
+
+    def batch(self, indices_B: Tensor, noise: int) -> Batch:
+        """The rows of those indices. `noise` seeds what is random in this micro-batch alone, such as dropout masks."""
+
+    def to(self, device: str) -> Self: ...
+
+
+class TrainingWorkload(ABC):
+    """A workload that is trained by the loop. `data`, `build` and `loss` are needed; the rest has defaults."""
+
+    Config: ClassVar[type[TrainingConfig]]
+    metrics: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def data(self, config: Any, context: Context) -> Data:
+        """What is trained on, on the CPU; random parts come from `generator(context, stream)`."""
+
+    @abstractmethod
+    def build(self, config: Any, data: Any, source: torch.Generator) -> nn.Module:
+        """The model, initialised from `source`."""
+
+    @abstractmethod
+    def loss(self, call: Call, batch: Any, hyper: Hyper) -> tuple[Tensor, Any]:
+        """The mean loss over the batch's valid targets, a scalar, and whatever `observe` wants to see of it."""
+
+    def blocks(self, model: nn.Module) -> Blocks:
+        """Every trained parameter once, by the name its gradient norm is reported under."""
+        return {name: list(part.parameters()) for name, part in model.named_children()}
+
+    def parameter_groups(self, config: Any, model: nn.Module) -> Groups:
+        """Parameters by what their optimiser does differently."""
+        return decay_groups(model.named_parameters(), config.weight_decay)
+
+    def hyper(self, config: Any, step: int) -> Hyper:
+        """The scalars of the loss at a step."""
+        return {}
+
+    def prepare(self, call: Call, window: Sequence[Any], hyper: Hyper) -> Hyper:
+        """What the loss of a micro-batch must know of the whole window, added to `hyper`."""
+        return hyper
+
+    def trainer(self, config: Any, **parts: Any) -> Trainer:
+        return Trainer(**parts)
+
+    def observe(self, config: Any, update: Update) -> Mapping[str, float]:
+        """Metrics of the training batch, at a report."""
+        return {}
+
+    def evaluate(self, config: Any, model: nn.Module, data: Any, hyper: Hyper) -> Mapping[str, float]:
+        """Metrics on held-out data, at a report; called in eval mode and without gradients."""
+        return {}
+
+    def run(self, config: Any, context: Context) -> Iterator[Report]:
+        """Trains to `config.steps`, from the last checkpoint if there is one."""
+        with own_globals(context.seed("globals")):
+            yield from train(self, config, context)
+
+
+def train(workload: TrainingWorkload, config: TrainingConfig, context: Context) -> Iterator[Report]:
+    """Reports at the asked steps, at the last one, and at the first step that could not be used."""
+    training = Training.begin(workload, config, context)
+    while training.step < config.steps:
+        if context.stopping:
+            training.save()
+            return
+        update, hyper, first_trouble = training.advance()
+        if context.should_report(training.step) or training.step == config.steps or first_trouble:
+            yield training.report(update, hyper)
+        if context.checkpoint.due(training.step):
+            training.save()
+
+
+@dataclass
+class Training:
+    """A model in training, and where it is."""
+
+    workload: TrainingWorkload
+    config: TrainingConfig
+    context: Context
+    data: Any
+    model: nn.Module
+    trainer: Trainer
+    windows: Windows
+    step: int = 0
+    healthy: bool = True
+    tally: Tally = field(default_factory=Tally)
+
+    @classmethod
+    def begin(cls, workload: TrainingWorkload, config: TrainingConfig, context: Context) -> Training:
+        """Before the first update, or where the last checkpoint was written."""
+        device = choose_device(config.device, context)
+        data = workload.data(config, context)
+        model = workload.build(config, data, generator(context, "init")).to(device)
+        trainer = build_trainer(workload, config, model, device)
+        order = generator(context, "order")
+        windows = Windows(data.num_rows, config.batch_size, config.accumulation_steps, config.order, order)
+        training = cls(workload, config, context, data.to(device), model, trainer, windows)
+        if (saved := context.checkpoint.load()) is not None:
+            restored = checkpoint.from_bytes(saved, model, trainer, windows)
+            training.step, training.tally, training.healthy = restored
+        return training
+
+    def advance(self) -> tuple[Update, Hyper, bool]:
+        """One update; also its hyperparameters, and whether it is the first that could not be used."""
+        self.step += 1
+        with self.tally.timed():
+            hyper = {"lr": self.trainer.optimizer.param_groups[0]["lr"], **self.workload.hyper(self.config, self.step)}
+            window = self.draw_window()
+            update = self.trainer.update(window, hyper)
+        self.tally.add(update, window)
+        first_trouble = self.healthy and not usable(update, self.trainer)
+        if first_trouble:
+            self.healthy = False
+            self.context.finding(describe_trouble(update, self.step))
+        return update, hyper, first_trouble
+
+    def draw_window(self) -> list[Batch]:
+        stream = self.context.seed("noise")
+        drawn = enumerate(self.windows.draw())
+        return [self.data.batch(indices, noise_seed(stream, self.step, micro)) for micro, indices in drawn]
+
+    def report(self, update: Update, hyper: Hyper) -> Report:
+        metrics = {**update_metrics(update, self.trainer, self.tally), "train/lr": float(hyper["lr"])}
+        return Report(self.step, {**metrics, **self.workload.observe(self.config, update), **self.evaluate(hyper)})
+
+    def evaluate(self, hyper: Hyper) -> Mapping[str, float]:
+        every = self.config.eval_every
+        if every is not None and self.step % every and self.step != self.config.steps:
+            return {}
+        self.model.eval()
+        with torch.no_grad():
+            metrics = self.workload.evaluate(self.config, self.model, self.data, hyper)
+        self.model.train()
+        return metrics
+
+    def save(self) -> None:
+        state = checkpoint.to_bytes(self.step, self.model, self.trainer, self.windows, self.tally, self.healthy)
+        self.context.checkpoint.save(self.step, state)
+
+
+def build_trainer(workload: TrainingWorkload, config: TrainingConfig, model: nn.Module, device: str) -> Trainer:
+    optimizer = build_optimizer(config, workload.parameter_groups(config, model))
+    return workload.trainer(
+        config,
+        call=torch.compile(model) if config.compile else model,
+        loss=workload.loss,
+        blocks=workload.blocks(model),
+        optimizer=optimizer,
+        scaler=loss_scaler(POLICIES[config.precision], device),
+        clip_norm=config.clip_norm,
+        schedules=build_schedules(config, optimizer),
+        prepare=workload.prepare,
+    )
+
+
+def usable(update: Update, trainer: Trainer) -> bool:
+    """False when training cannot be trusted from here on. A step skipped by the loss scaler is business as usual."""
+    skipped = not update.applied and not trainer.scaler.is_enabled()
+    return not skipped and update.num_nonfinite_parameters == 0
+
+
+def describe_trouble(update: Update, step: int) -> Finding:
+    if update.num_nonfinite_parameters:
+        message = f"{update.num_nonfinite_parameters} parameter values are not finite after this update"
+    else:
+        message = f"the gradient's norm is {update.norms['total']}; the update was not applied"
+    return Finding("nonfinite_update", Severity.ERROR, message, "lower lr, set clip_norm, or raise c_z", step)
+
+
+def update_metrics(update: Update, trainer: Trainer, tally: Tally) -> dict[str, float]:
+    """Loss, norms and counts. An unusable update has no loss: NaN, which the orchestrator calls diverged."""
+    metrics = {
+        "train/loss": float(update.loss) if usable(update, trainer) else math.nan,
+        "params/nonfinite": float(update.num_nonfinite_parameters),
+        **{f"grad/preclip/{name}": norm for name, norm in update.norms.items()},
+        **tally.take(),
+    }
+    if trainer.scaler.is_enabled():
+        metrics["scaler/scale"] = trainer.scaler.get_scale()
+        metrics["scaler/skipped_steps"] = float(tally.skipped_steps)
+    return metrics
