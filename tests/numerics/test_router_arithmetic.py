@@ -11,8 +11,10 @@ import torch
 
 from workloads.engine.precision import POLICIES
 from workloads.layers.router import (
+    dropped_share,
     expert_load,
     load_balance_loss,
+    masked_mean,
     one_hot,
     route,
     router_logits,
@@ -103,6 +105,58 @@ def test_balance_counts_load_shares_that_sum_to_one_for_every_k(k: int):
     expected = 8 * sum(share * values.softmax(-1)[:, expert].mean().item() for expert, share in enumerate(shares))
     assert sum(shares) == pytest.approx(1.0)
     assert load_balance_loss(routing.probabilities_BE, routing.experts_BK).item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (8, 8, 8, 2), (1, 30)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+def test_with_the_load_of_the_window_micro_batches_give_the_balance_loss_of_the_joined_batch(
+    sizes: tuple[int, ...], masked: bool, k: int
+):
+    source = torch.Generator().manual_seed(sum(sizes))
+    values = torch.randn(sum(sizes), 8, dtype=torch.float64, generator=source)
+    valid = torch.rand(sum(sizes), generator=source) > (0.4 if masked else 0.0)
+
+    def terms(load_E: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of the window, made of its micro-batches, and its gradient."""
+        leaf, total = values.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
+        for part, mask in zip(leaf.split(sizes), valid.split(sizes), strict=True):
+            routing = route(part, k, k > 1, torch.float64, valid_B=mask)
+            loss = load_balance_loss(routing.probabilities_BE, routing.experts_BK, mask, load_E)
+            total = total + mask.sum().item() / valid.sum().item() * loss
+        return total, torch.autograd.grad(total, [leaf])[0]
+
+    load_E = expert_load(route(values, k, k > 1, torch.float64).experts_BK, 8, valid)
+    share_E = load_E.double() / load_E.sum()
+    whole = values.clone().requires_grad_()
+    probabilities = whole[valid].softmax(-1)
+    joined = 8 * (share_E * probabilities.mean(0)).sum()
+    loss, gradient = terms(load_E)
+    assert loss.item() == pytest.approx(joined.item(), abs=1e-12)
+    assert (gradient - torch.autograd.grad(joined, [whole])[0]).abs().max() < 1e-12
+    assert terms(load_E.double())[0].item() == loss.item()
+    assert abs(terms(None)[0].item() - joined.item()) > 1e-4  # each with its own load: another number
+
+
+def test_padding_does_not_count_as_a_tie():
+    values = torch.tensor([[2.0, 1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]])
+    valid = torch.tensor([True, True, False, False])
+    assert tie_share(values, 1).item() == 0.75
+    assert tie_share(values, 1, valid).item() == 0.5
+    assert tie_share(values, 3, valid).item() == 0
+
+
+def test_padding_takes_no_place_and_is_not_counted_as_dropped():
+    values = torch.tensor([[1.0, 0], [1, 0], [1, 0], [0, 1]])
+    valid = torch.tensor([False, True, True, True])
+    assert dropped_share(route(values, 1, False, torch.float32, capacity=1)).item() == 0.5
+    routing = route(values, 1, False, torch.float32, 1, valid)
+    assert routing.kept_BK[:, 0].tolist() == [False, True, False, True]
+    assert dropped_share(routing).item() == pytest.approx(1 / 3)
+
+
+def test_the_mean_over_no_valid_token_is_zero_and_not_nan():
+    assert masked_mean(torch.ones(3, 2), torch.zeros(3, dtype=torch.bool)).tolist() == [0, 0]
 
 
 def test_one_hot_agrees_with_torch():

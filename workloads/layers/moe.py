@@ -1,10 +1,13 @@
 """A mixture-of-experts layer: a router and E small two-layer networks. Chooses dtypes by its policy, never by autocast.
 
-Axes: B tokens of a batch, D model width, H hidden width, E experts, K chosen experts of a token, C places of an expert.
+Axes: B tokens of a batch, D model width, H hidden width, E experts, K chosen experts of a token, C places of an expert,
+R rows that experts compute: places, or assignments sorted by expert.
 """
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -17,6 +20,12 @@ from workloads.engine.update import Scalar
 from workloads.layers.router import Router, Routing, expert_capacity, route
 
 Dispatch = Literal["padded", "dense"]
+
+# How many of its places an expert may leave empty, on average, before it is faster to let each expert compute its own
+# rows. In 16 bits more, and places come in multiples: there a product of a shape not seen before is compiled first,
+# which takes 0.5 ms. Measured on one CPU core for D = 32 .. 256.
+EMPTY_PLACES_WORTH_PADDING, EMPTY_PLACES_WORTH_PADDING_16_BIT = 24, 512
+PLACES_STEP_16_BIT = 8
 
 
 class Experts(nn.Module):
@@ -31,17 +40,34 @@ class Experts(nn.Module):
 
     def forward(self, inputs_ECD: Tensor) -> Tensor:
         """Expert e applied to its C rows; computes in the dtype of the inputs."""
-        dtype = inputs_ECD.dtype
-        hidden_ECH = torch.baddbmm(self.bias_in.to(dtype), inputs_ECD, self.weight_in.to(dtype))
-        return torch.baddbmm(self.bias_out.to(dtype), F.gelu(hidden_ECH), self.weight_out.to(dtype))
+        weight_in, bias_in, weight_out, bias_out = self._weights(inputs_ECD.dtype)
+        hidden_ECH = torch.baddbmm(bias_in, inputs_ECD, weight_in)
+        return torch.baddbmm(bias_out, F.gelu(hidden_ECH), weight_out)
+
+    def queues(self, inputs_RD: Tensor, lengths: list[int]) -> Tensor:
+        """Expert e applied to the next lengths[e] rows; equal lengths are one batched product, and fast."""
+        if len(set(lengths)) == 1:
+            outputs_ECD: Tensor = self(inputs_RD.view(len(lengths), lengths[0], inputs_RD.shape[-1]))
+            return outputs_ECD.flatten(0, 1)
+        weight_in, bias_in, weight_out, bias_out = self._weights(inputs_RD.dtype)
+        hidden_RH = F.gelu(_linear_one_by_one(inputs_RD, lengths, weight_in, bias_in))
+        return _linear_one_by_one(hidden_RH, lengths, weight_out, bias_out)
+
+    def _weights(self, dtype: torch.dtype) -> list[Tensor]:
+        return [weight.to(dtype) for weight in (self.weight_in, self.bias_in, self.weight_out, self.bias_out)]
+
+
+def _linear_one_by_one(inputs: Tensor, lengths: list[int], weights: Tensor, biases: Tensor) -> Tensor:
+    slices = zip(inputs.split_with_sizes(lengths), weights.unbind(), biases.unbind(), strict=True)
+    return torch.cat([torch.addmm(bias, rows, weight) for rows, weight, bias in slices])
 
 
 class MoE(nn.Module):
     """Router, experts and their weighted sum.
 
-    `dispatch` says how tokens reach experts; both ways give the same numbers. "padded" copies each token to the C
-    places of its expert and is the fast one; "dense" runs every expert on every token and works under vmap, where C
-    may not depend on the data. The capacity holds in training only: evaluation drops no token.
+    `dispatch` says how tokens reach experts; both ways give the same numbers. "padded" copies each token to a place of
+    its expert and is the fast one; "dense" runs every expert on every token and works under vmap, where the number of
+    places may not depend on the data. The capacity holds in training only: evaluation drops no token.
     """
 
     def __init__(
@@ -63,32 +89,59 @@ class MoE(nn.Module):
         self.num_experts, self.k, self.renormalize = num_experts, k, renormalize
         self.precision, self.capacity_factor, self.dispatch = precision, capacity_factor, dispatch
 
-    def forward(self, hidden_BD: Tensor, offset: Scalar = 0.0) -> tuple[Tensor, Routing]:
-        """The mixed output [B, D] in the policy's compute dtype, and the routing that made it."""
-        logits_BE = self.router(hidden_BD, offset, self.precision)
-        capacity = self._capacity(len(hidden_BD))
-        routing = route(logits_BE, self.k, self.renormalize, self.precision.router_softmax, capacity)
-        run = run_padded if self.dispatch == "padded" else run_dense
-        return run(self.experts, hidden_BD.to(self.precision.compute), routing), routing
+    def forward(self, hidden_BD: Tensor, offset: Scalar = 0.0, valid_B: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """The mixed output [B, D] in the policy's compute dtype, and the routing that made it.
 
-    def _capacity(self, num_tokens: int) -> int | None:
+        Padding, where `valid_B` is False, is not looked at, takes no place of an expert and gives zeros.
+        """
+        if valid_B is not None:
+            hidden_BD = hidden_BD.where(valid_B.bool().unsqueeze(-1), 0.0)
+        logits_BE = self.router(hidden_BD, offset, self.precision)
+        with torch.autocast(hidden_BD.device.type, enabled=False):
+            capacity = self._capacity(len(hidden_BD) if valid_B is None else valid_B.sum())
+            routing = route(logits_BE, self.k, self.renormalize, self.precision.router_softmax, capacity, valid_B)
+            run = run_padded if self.dispatch == "padded" else run_dense
+            return run(self.experts, hidden_BD.to(self.precision.compute), routing), routing
+
+    def _capacity(self, num_tokens: int | Tensor) -> int | Tensor | None:
         if not self.training:
             return None
         return expert_capacity(num_tokens, self.k, self.num_experts, self.capacity_factor)
 
 
 def run_padded(experts: Experts, hidden_BD: Tensor, routing: Routing) -> Tensor:
-    """Each expert computes as many rows as the fullest one has; an assignment without a place gives zeros."""
-    num_experts, k = routing.logits_BE.shape[-1], routing.experts_BK.shape[-1]
-    num_places = int(torch.where(routing.kept_BK, routing.places_BK, 0).max()) + 1
-    slots = torch.where(routing.kept_BK, routing.experts_BK * num_places + routing.places_BK, num_experts * num_places)
-    slots = slots.reshape(-1)
-    copies = hidden_BD.unsqueeze(1).expand(-1, k, -1).reshape(len(slots), -1)
-    # One row more than there are places: what is dropped lands there, and its output stays zero.
-    rows = hidden_BD.new_zeros(num_experts * num_places + 1, hidden_BD.shape[-1]).index_copy(0, slots, copies)
-    outputs_ECD: Tensor = experts(rows[:-1].view(num_experts, num_places, -1))
-    outputs = F.pad(outputs_ECD.flatten(0, 1), (0, 0, 0, 1)).index_select(0, slots)
-    return (outputs.view(-1, k, hidden_BD.shape[-1]) * routing.weights_BK.to(outputs.dtype).unsqueeze(-1)).sum(1)
+    """Copies of the tokens in one queue an expert; an assignment without a place gives zeros."""
+    num_experts, k, width = routing.logits_BE.shape[-1], routing.experts_BK.shape[-1], hidden_BD.shape[-1]
+    asked = torch.where(routing.kept_BK, routing.experts_BK, num_experts).flatten()
+    lengths = queue_lengths(torch.bincount(asked, minlength=num_experts + 1)[:-1].tolist(), hidden_BD.dtype)
+    num_rows = sum(lengths)
+    rows_BK = _first_rows(lengths, routing.experts_BK) + routing.places_BK
+    slots = torch.where(routing.kept_BK, rows_BK, num_rows).flatten()
+    copies = hidden_BD.unsqueeze(1).expand(-1, k, -1).reshape(-1, width)
+    # One row more than is computed: what is dropped lands there, and its output stays zero.
+    rows_RD = hidden_BD.new_zeros(num_rows + 1, width).index_copy(0, slots, copies)[:-1]
+    outputs = F.pad(experts.queues(rows_RD, lengths), (0, 0, 0, 1)).index_select(0, slots).view(-1, k, width)
+    return (outputs * routing.weights_BK.to(outputs.dtype).unsqueeze(-1)).sum(1)
+
+
+def _first_rows(lengths: list[int], experts_BK: Tensor) -> Tensor:
+    """Where each chosen expert's queue begins."""
+    if len(set(lengths)) == 1:
+        return experts_BK * lengths[0]
+    return torch.tensor([0, *accumulate(lengths[:-1])], device=experts_BK.device)[experts_BK]
+
+
+def queue_lengths(load: list[int], dtype: torch.dtype) -> list[int]:
+    """How many rows each expert computes: as many as the fullest one has, so that one batched product does all.
+
+    Where the load is so uneven that this wastes more than it saves, each expert computes its own `load[e]`: a router
+    that has collapsed on one expert then costs no more than one that balances, in time and in memory.
+    """
+    num_places, worth = max(load), EMPTY_PLACES_WORTH_PADDING
+    if dtype.itemsize == 2:
+        num_places = math.ceil(num_places / PLACES_STEP_16_BIT) * PLACES_STEP_16_BIT
+        worth = EMPTY_PLACES_WORTH_PADDING_16_BIT
+    return load if num_places - sum(load) / len(load) > worth else [num_places] * len(load)
 
 
 def run_dense(experts: Experts, hidden_BD: Tensor, routing: Routing) -> Tensor:

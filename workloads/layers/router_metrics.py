@@ -1,0 +1,56 @@
+"""Turns routings into metrics: a whole window at a time, valid tokens only. Changes nothing it looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from workloads.engine.precision import at_least_float32
+from workloads.layers.router import Routing, router_z_loss, tie_share
+
+Metrics = dict[str, Tensor]
+
+
+def joined(routings: Sequence[Routing]) -> Routing:
+    """The routing of all valid tokens of several micro-batches."""
+    routing = Routing(*(torch.cat(parts) for parts in zip(*routings, strict=True)))
+    return Routing(*(part[routing.valid_B] for part in routing))
+
+
+def load_metrics(routing: Routing) -> Metrics:
+    """Who got how much. `load` counts what was asked for; full experts drop assignments."""
+    load_E = torch.bincount(routing.experts_BK.flatten(), minlength=routing.logits_BE.shape[-1]).double()
+    kept = routing.kept_BK.double()
+    return {
+        **{f"router/load/{expert}": share for expert, share in enumerate(load_E / load_E.sum())},
+        "router/load_max_over_mean": load_E.max() / load_E.mean(),
+        "router/dropped_share": 1.0 - kept.mean(),
+        "router/assignments": kept.sum(),
+    }
+
+
+def logit_metrics(routing: Routing) -> Metrics:
+    """How large the logits are: rounding harms large ones, and the z-loss keeps them small."""
+    logits_BE = at_least_float32(routing.logits_BE)
+    return {
+        "router/z": router_z_loss(logits_BE),
+        "router/max_logit": logits_BE.amax(-1).mean(),
+        "router/abs_max_logit": logits_BE.abs().amax(),
+    }
+
+
+def router_metrics(routings: Sequence[Routing], k: int) -> Metrics:
+    """The router's state over a whole window of micro-batches."""
+    routing = joined(routings)
+    return {
+        **logit_metrics(routing),
+        **load_metrics(routing),
+        "router/tie_share": tie_share(routing.logits_BE, k),
+    }
+
+
+def to_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    values = torch.stack([value.detach().double() for value in metrics.values()]).tolist()  # one transfer
+    return dict(zip(metrics, values, strict=True))
