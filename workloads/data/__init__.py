@@ -1,0 +1,1 @@
+"""Text as numbered characters, and those as batches of a language model."""

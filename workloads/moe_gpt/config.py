@@ -1,0 +1,80 @@
+"""The GPT of `char_gpt` with a mixture of experts in every block: z-loss, top-k, router precision, capacity, bugs.
+
+The loss is cross-entropy + alpha * balance + c_z * z-loss, the latter two summed over the layers, each a mean over the
+valid tokens of the whole accumulation window: how it is split into micro-batches changes nothing but rounding. For the
+balance loss that takes a second forward pass where a window has several micro-batches and alpha is not 0.
+Step s is the state after s updates. All losses are in nats.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from orchestrator.workload import FieldConflict, fusible
+from workloads.char_gpt.config import METRICS as CHAR_METRICS
+from workloads.char_gpt.config import Config as CharConfig
+from workloads.layers.moe_config import MoeConfig
+
+IMPLEMENTATION = "workloads.moe_gpt.train:MoeGpt"
+
+METRICS = (
+    *CHAR_METRICS,
+    "router/z",  # mean squared log-sum-exp of the raw logits, over the tokens of all layers
+    "router/max_logit",  # mean over tokens of the winning logit
+    "router/abs_max_logit",  # largest absolute logit
+    "router/load/*",  # per expert, its share of the assignments asked for in all layers; sums to 1
+    "router/load_max_over_mean",  # of the least even layer
+    "router/dropped_share",  # assignments that found their expert full
+    "router/tie_share",  # tokens whose choice was an exact tie
+    "router/assignments",  # (token, expert, layer) triples carried out in this update
+    "router/*/layer*",  # all but load and assignments also by layer
+    "val/router/z",
+    "val/router/max_logit",
+    "val/router/abs_max_logit",
+    "grad/preclip/router*",  # norms by layer, as grad/preclip/total
+    "grad/preclip/experts*",
+)
+
+Bug = Literal[
+    "none",
+    "no_zero_grad",
+    "unshifted_targets",
+    "loss_times_40",
+    "detached_positions",
+    "clip_before_unscale",
+    "unscaled_accumulation",
+    "mean_of_means",
+    "scheduler_per_micro_batch",
+    "bf16_router",
+    "renormalized_top1",
+    "double_counted_load",
+    "padding_in_z",
+]
+
+
+class Config(MoeConfig, CharConfig):
+    capacity_factor: float | None = Field(
+        None, gt=0, description="places an expert has in a micro-batch, in even shares; null is no limit; training only"
+    )
+    expert_hidden: int | None = Field(None, ge=1, description="hidden width of an expert; null is 4 * width")
+    num_held_out_windows: int = Field(128, ge=1, description="held-out rows of an evaluation")
+    c_z: float = fusible(0.0, ge=0, description="coefficient of the router z-loss of each layer")
+    bug: Bug = Field("none", description="a planted silent bug")  # type: ignore[assignment]  # four more than there
+
+    @model_validator(mode="after")
+    def _check_router_bug(self) -> Config:
+        """As for the other bugs: one that changes nothing is refused."""
+        wanted = {
+            "bf16_router": (
+                self.precision in ("fp32", "fp16", "bf16-selective"),
+                "a precision with a float32 router: fp32, fp16 or bf16-selective",
+            ),
+            "renormalized_top1": (self.k == 1 and not self.renormalize, "k: 1 and renormalize: auto"),
+            "padding_in_z": (self.padding > 0 and self.c_z > 0, "padding and c_z above 0"),
+        }
+        matters, needed = wanted.get(self.bug, (True, ""))
+        if not matters:
+            raise FieldConflict("bug", f"{self.bug} changes nothing here; it needs {needed}")
+        return self
