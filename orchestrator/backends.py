@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ def _inline_backend(workspace: Workspace, journal: Path, spec: SweepSpec) -> Bac
 
     if spec.resources.gpu:
         raise ResourceError("resources.gpu  --inline trains on this process's CPU; leave out --inline, or set gpu: 0")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(spec.resources.cpu))))  # as Ray does for its workers
     return Backend(1, "cpu", lambda feed: [run_inline(feed, workspace.database.url, journal)])
 
 

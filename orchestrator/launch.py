@@ -51,6 +51,7 @@ def run_sweep(request: SweepRequest, observer: Observer) -> SweepEnding:
             check_experiment_name(connection, spec.name, workspace.database.masked_mlflow_uri)
     existing = _existing_sweep(found, spec, request)
     if existing is not None and is_over:
+        _restate(ledger, existing, spec)
         _write_what_is_left(workspace)
         return ending_of(workspace.query, existing.name, request, exit_code(ledger.counts(existing.id)))
     return _start(workspace, engine, spec, workload, request, observer, existing)
@@ -72,6 +73,14 @@ def _existing_sweep(existing: SweepRow | None, spec: SweepSpec, request: SweepRe
             + f"\n  give the changed sweep a name of its own: {replace(request, name='NEW_NAME').command(resume=False)}"
         )
     return existing
+
+
+def _restate(ledger: Ledger, sweep: SweepRow, spec: SweepSpec) -> None:
+    """Stores the file as it is now: what changes no trial (`unstable`, `show`, ...) may change between two calls."""
+    if sweep.spec != (stated := to_json(spec)):
+        ledger.extend_sweep(
+            sweep.id, spec=stated, source=spec.source, columns=sweep.columns, description=spec.description
+        )
 
 
 def _write_what_is_left(workspace: Workspace) -> None:
@@ -118,6 +127,7 @@ def _start(
         runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
         sweep = existing or create_sweep(ledger, runs, spec, workload)
         with ledger.hold(sweep.id) as hold, _abandoned_on_error(ledger, sweep.id):
+            _restate(ledger, sweep, spec)
             refresh_views = view_refresher(engine, sweep.name)
             run = open_run(ledger, runs, spec, workload, sweep, observer, backend, refresh_views, hold.renew)
             signals.arm(run.interrupt)

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.reports.source import unstable_in_words
 from orchestrator.reports.table import Table, short
 from orchestrator.search import plan_count, plan_notes
-from orchestrator.spec import SweepSpec, parse_sweep, read_sweep_file
+from orchestrator.settings import Settings
+from orchestrator.spec import SweepSpec, parse_sweep, read_sweep_file, to_json
 from orchestrator.spec.domains import Domain, Grid
+from orchestrator.tracking.artifacts import local_folder
 from orchestrator.workload import describe
 
 
@@ -66,6 +69,10 @@ def plan_sweep(path: Path, overrides: Sequence[str], name: str | None) -> Table:
         f"each {spec.resources.cpu:g} CPU, {spec.resources.gpu:g} GPU; {wanted or 'as many as fit'} at once",
         *plan_notes(spec),
     ]
+    notes += [unstable_in_words(to_json(spec)["unstable"])] if spec.unstable else []
+    root = Settings().artifact_root
+    if root and local_folder(root) is None:
+        notes.append(f"no checkpoints in {root}: an interrupted trial starts again at step 0")
     return Table(["parameter", "kind", "values"], rows, title=spec.description or spec.name, notes=notes)
 
 

@@ -52,6 +52,23 @@ class FieldConflict(ValueError):
         super().__init__(message)
 
 
+class Checkpoint(Protocol):
+    """The saved states of a trial: whatever bytes its workload needs to go on from a step. The last two are kept."""
+
+    def load(self) -> bytes | None:
+        """The newest state that this trial saved, in this attempt or an earlier one; None: begin at the start."""
+
+    def due(self, step: int) -> bool:
+        """True at every `checkpoint_every`-th step."""
+
+    def save(self, step: int, state: bytes) -> None:
+        """Keeps the state after `step`, once everything reported so far is safe: report the step first.
+
+        The next attempt goes on at the step after it, so a workload that saves must load. A trial that has a result
+        needs no state: there is none to save at the last step.
+        """
+
+
 class Context(Protocol):
     """What a workload may ask of whoever runs it."""
 
@@ -60,8 +77,11 @@ class Context(Protocol):
     device: str  # "cpu" or "cuda"
 
     @property
+    def checkpoint(self) -> Checkpoint: ...
+
+    @property
     def stopping(self) -> bool:
-        """True after the first signal: finish the step and return."""
+        """True after the first signal: finish the step, save its state and return."""
 
     def should_report(self, step: int) -> bool:
         """True at every `log_every`-th step. Step 0 counts; the last step is for the workload to report always."""

@@ -24,8 +24,10 @@ class Job:
     metric: str
     stop_diverged: bool
     log_every: int
+    checkpoint_every: int
     started_at_ms: int  # no point of this attempt is older, whatever the worker's clock says
     artifact_uri: str
+    first_step: int = 0  # this attempt's points supersede those of earlier ones from here on
     device: str = "cpu"
     trial_time_s: float | None = None
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.database.connection import is_away
 from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound
+from orchestrator.execution.checkpoints import first_step_of, forget, owner_of
 from orchestrator.execution.job import Job
 from orchestrator.execution.patience import Patience
 from orchestrator.ledger.rows import SweepRow, TrialRow
@@ -87,7 +88,7 @@ class SweepRun:
         self._said_stopping = False
 
     def interrupt(self) -> None:
-        """What the first signal does: running trials end at their next report, nothing new starts."""
+        """What the first signal does: running trials save their state and end, nothing new starts."""
         self.interrupted = True
 
     # The feed, called by a backend
@@ -125,7 +126,7 @@ class SweepRun:
     def tick(self) -> None:
         if self.interrupted and not self._said_stopping:
             self._said_stopping = True
-            self.observer.said("stopping: running trials end at their next report; once more stops at once")
+            self.observer.said("stopping: running trials save their state and end; once more stops at once")
         try:
             self._check_hold()
             self.refresh_views(False)
@@ -190,7 +191,7 @@ class SweepRun:
 
         `again` looks first for the run that a failed try may have made.
         """
-        attempt_number = trial.attempts + 1
+        attempt_number, first_step = trial.attempts + 1, 0
         if trial.run_id is None:
             key = f"{self.sweep.id}/{trial.number}"
             run_id = (self.runs.adopt([key]).get(key) if again else None) or self.runs.create(
@@ -204,21 +205,28 @@ class SweepRun:
             not_before = None
         else:
             run_id = trial.run_id
-            not_before = self.runs.reopen(run_id, attempt_number)
+            first_step = self._first_step(trial, run_id)
+            not_before = self.runs.reopen(run_id, attempt_number, first_step)
         attempt = self.ledger.begin_attempt(
             trial.id,
             self.placement.host,
+            first_step=first_step,
             not_before=not_before,
             pid=os.getpid(),
             git_commit=self.run_tags.get("orch.git_commit", ""),
         )
         artifact_uri = self.runs.artifact_uri(self._experiment_id(), run_id)
-        job = self._job(trial, attempt.number, run_id, artifact_uri, _milliseconds(attempt.started_at))
+        job = self._job(trial, attempt.number, run_id, artifact_uri, _milliseconds(attempt.started_at), first_step)
         if attempt.number == 1:
             store_text(job.artifact_uri, self._spec_text, "sweep.json")
         self._remember(trial.number, TrialState.RUNNING, None, run_id=run_id)
         self.observer.started(job)
         return job
+
+    def _first_step(self, trial: TrialRow, run_id: str) -> int:
+        """Where the next attempt at a trial goes on."""
+        owner = owner_of(self.workload.address, self.workload.resolve(trial.params))
+        return first_step_of(self.runs.artifact_uri(self._experiment_id(), run_id), owner)
 
     def _close_unopened(self, trial: TrialRow, error: Exception) -> None:
         """Fails a claimed trial, however far its opening came."""
@@ -243,6 +251,8 @@ class SweepRun:
             self.without_record[job.number] = "another command has taken the trial over"
         self._remember(job.number, outcome.state, outcome)
         self._end_run(job, outcome)
+        if outcome.state.is_result:
+            forget(job.artifact_uri)
         self.observer.ended(job, outcome, will_retry=False)
 
     def _end_run(self, job: Job, outcome: Outcome) -> None:
@@ -283,7 +293,9 @@ class SweepRun:
         config = flatten(self.workload.resolve(candidate.params))
         return candidate, {name: jsonable(value) for name, value in config.items()}, config_hash(candidate.params)
 
-    def _job(self, trial: TrialRow, attempt: int, run_id: str, artifact_uri: str, started_at_ms: int) -> Job:
+    def _job(
+        self, trial: TrialRow, attempt: int, run_id: str, artifact_uri: str, started_at_ms: int, first_step: int = 0
+    ) -> Job:
         return Job(
             sweep_id=self.sweep.id,
             trial_id=trial.id,
@@ -295,8 +307,10 @@ class SweepRun:
             metric=self.spec.metric.name,
             stop_diverged=self.spec.stop_diverged,
             log_every=self.spec.log_every,
+            checkpoint_every=self.spec.checkpoint_every,
             started_at_ms=started_at_ms,
             artifact_uri=artifact_uri,
+            first_step=first_step,
             device=self.placement.device,
             trial_time_s=self.spec.resources.trial_time_s,
         )

@@ -12,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel
+
+from orchestrator.execution.checkpoints import RunCheckpoint, owner_of
 from orchestrator.execution.job import Job, Sink
 from orchestrator.tracking.artifacts import store_file
 from orchestrator.tracking.recorder import MetricError, legal_key, real_number, whole_step
@@ -28,14 +31,15 @@ NONFINITE_PARAMETERS = "params/nonfinite"  # a workload that counts them here is
 class TrialContext:
     """What a workload may ask of us: see `orchestrator.workload.Context`."""
 
-    def __init__(self, job: Job, sink: Sink, trial_seed: int) -> None:
+    def __init__(self, job: Job, sink: Sink, config: BaseModel) -> None:
         self.trial = job.number
         self.attempt = job.attempt
         self.device = job.device
         self.told_to_stop = False  # a workload that saw this and returned was interrupted, not finished
         self._job = job
         self._sink = sink
-        self._trial_seed = trial_seed
+        self._trial_seed = int(getattr(config, "seed", 0))
+        self.checkpoint = RunCheckpoint(job, owner_of(job.workload, config), sink)
 
     @property
     def stopping(self) -> bool:
@@ -167,10 +171,10 @@ def _train(job: Job, sink: Sink, verdict: Verdict) -> bool:
     """Feeds every report to the sink and the verdict; returns True if the sweep was stopped before the trial ended."""
     workload = describe(job.workload)
     config = workload.resolve(job.params)
-    context = TrialContext(job, sink, int(getattr(config, "seed", 0)))
+    context = TrialContext(job, sink, config)
     keys = Keys(job, sink, workload)
     deadline = time.monotonic() + job.trial_time_s if job.trial_time_s else math.inf
-    last_timestamp_ms = 0
+    last_timestamp_ms, was_told = 0, False
     reports = workload.load().run(config, context)
     try:
         for report in reports:
@@ -184,8 +188,9 @@ def _train(job: Job, sink: Sink, verdict: Verdict) -> bool:
             verdict.see(step, metrics)
             if verdict.diverged_at is not None and job.stop_diverged:
                 return False
-            if context.stopping:
+            if was_told:  # it does not look at `context.stopping`
                 return True
+            was_told = sink.stopping  # what it does about it, such as saving its state, comes behind its report
             if time.monotonic() > deadline:
                 raise TrialTimeout(f"ran longer than trial_time = {job.trial_time_s:g} s (at step {step})")
     finally:

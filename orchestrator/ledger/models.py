@@ -95,6 +95,8 @@ class Trial(Base):
         Index("trials_run_id_key", "run_id", unique=True),
         # A claim looks for the lowest waiting number and must not read the thousands that are over.
         Index("trials_waiting", "sweep_id", "number", postgresql_where=text("state = 'waiting'")),
+        # The view `runs` finds the trial that another one is held against by its parameters.
+        Index("trials_params", "params", postgresql_using="hash"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers a sweep's question: per cell mean, spread over seeds, diverged share and cost; per axis its effect."""
+"""Answers a sweep's question: per cell mean, spread, diverged and unstable share, cost; per axis its effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import OrchError
-from orchestrator.reports.source import Query, SweepFacts, check_metrics, nearest, sweep_facts, trial_records
+from orchestrator.reports.source import (
+    Query,
+    SweepFacts,
+    check_metrics,
+    nearest,
+    sweep_facts,
+    trial_records,
+    unstable_in_words,
+)
 from orchestrator.reports.statistics import finite, geometric_mean_ratio, mean_and_spread, wilson
 from orchestrator.reports.table import Table, short
 from orchestrator.trial import TrialState, canonical_json
@@ -18,7 +26,8 @@ Record = Mapping[str, Any]
 def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metrics: Sequence[str] | None) -> Table:
     """One row a cell. `by` defaults to the grid axes without seed, `metrics` to the sweep's own and its `show:` list.
 
-    Diverged trials count in n and in the diverged share, never in a mean.
+    Diverged trials count in n and in the diverged share, never in a mean. The unstable share has columns where a sweep
+    says what it calls unstable; trials of which that is unknown do not count in it.
     """
     facts = [sweep_facts(query, name) for name in sweeps]
     if metrics:
@@ -33,18 +42,21 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
             label = [one.name, *(record["config"].get(axis) for axis in axes)]
             cells.setdefault(canonical_json(label), (label, []))[1].append(record)
     head = ["sweep", *axes] if len(facts) > 1 else list(axes)
+    rules = {one.name: unstable_in_words(one.unstable) for one in facts if one.unstable}
     columns = [
         *head,
         "n",
         *(name for metric in wanted for name in (metric, f"{metric} ±")),
-        "diverged",
-        "95 %",
+        *("diverged", "95 %"),
+        *(("unstable", "unstable 95 %") if rules else ()),
         "seconds",
     ]
     rows = [
-        [*(label if len(facts) > 1 else label[1:]), *_cell_row(records, wanted)] for label, records in cells.values()
+        [*(label if len(facts) > 1 else label[1:]), *_cell_row(records, wanted, bool(rules))]
+        for label, records in cells.values()
     ]
-    return Table(columns, rows, title=facts[0].question if len(facts) == 1 else "", notes=_notes(cells))
+    notes = [*_notes(cells), *(rule if len(facts) == 1 else f"{name}: {rule}" for name, rule in rules.items())]
+    return Table(columns, rows, title=facts[0].question if len(facts) == 1 else "", notes=notes)
 
 
 def _check_axes(axes: Sequence[str], record: Record, facts: SweepFacts) -> None:
@@ -54,19 +66,25 @@ def _check_axes(axes: Sequence[str], record: Record, facts: SweepFacts) -> None:
         raise OrchError(f"--by  {missing[0]!r} is not a parameter of sweep {facts.name}; {hint}")
 
 
-def _cell_row(records: Sequence[Record], metrics: Sequence[str]) -> list[Any]:
+def _cell_row(records: Sequence[Record], metrics: Sequence[str], with_unstable: bool) -> list[Any]:
     results = [record for record in records if TrialState(record["state"]).is_result]
-    diverged = sum(record["state"] == TrialState.DIVERGED for record in results)
     sound = [record for record in results if record["state"] != TrialState.DIVERGED]
-    interval = wilson(diverged, len(results))
     cost = finite(record["seconds"] for record in results)
     row: list[Any] = [len(results)]
     for metric in metrics:
         row.extend(mean_and_spread(record["metrics"].get(metric) for record in sound))
-    row.append(f"{diverged}/{len(results)}")
-    row.append(f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else None)
+    row.extend(_share(len(results) - len(sound), len(results)))
+    if with_unstable:
+        known = [record["unstable"] for record in results if record["unstable"] is not None]
+        row.extend(_share(sum(known), len(known)))
     row.append(sum(cost) / len(cost) if cost else None)
     return row
+
+
+def _share(count: int, n: int) -> tuple[str, str | None]:
+    """`1/3` and its 95 % interval."""
+    interval = wilson(count, n)
+    return f"{count}/{n}", f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else None
 
 
 def _notes(cells: Mapping[str, tuple[list[Any], list[Record]]]) -> list[str]:

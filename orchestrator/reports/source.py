@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.errors import NotFound, QueryError
+from orchestrator.reports.table import short
 
 Query = Callable[..., tuple[Sequence[str], Sequence[Sequence[Any]]]]  # (sql, parameters=()) -> columns, rows
 
@@ -26,6 +27,7 @@ class SweepFacts:
     axes: tuple[str, ...]  # all swept parameters, seed included, in the order of the file
     cell_axes: tuple[str, ...]  # the grid axes without seed
     show: tuple[str, ...]  # metrics shown beside the objective
+    unstable: Mapping[str, Any] | None  # what counts as unstable besides diverged trials, as the file writes it
 
 
 def quoted(identifier: str) -> str:
@@ -58,7 +60,16 @@ def sweep_facts(query: Query, name: str) -> SweepFacts:
         axes=tuple(axes),
         cell_axes=tuple(axis for axis in axes if "grid" in spec["params"][axis] and axis != "seed"),
         show=tuple(spec["show"]),
+        unstable=spec.get("unstable"),
     )
+
+
+def unstable_in_words(rule: Mapping[str, Any]) -> str:
+    """`unstable: val/mse above 2 x that of the trial with precision=fp32, all else equal; diverged trials always`."""
+    side = "above" if "above" in rule else "below"
+    reference = ", ".join(f"{axis}={short(value)}" for axis, value in rule["relative_to"].items())
+    times = f" x that of the trial with {reference}, all else equal" if reference else ""
+    return f"unstable: {rule['metric']} {side} {short(rule[side])}{times}; diverged trials always"
 
 
 def sweep_names(query: Query) -> list[str]:
@@ -85,15 +96,15 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def trial_records(query: Query, sweep: str, metrics: Sequence[str]) -> list[dict[str, Any]]:
-    """One record a trial: number, state, params, seconds, and the last value of each of `metrics`."""
+    """One record a trial: number, state, whether unstable, params, seconds, and the last value of each of `metrics`."""
     columns, rows = query(
         """
-        select r.trial, r.run_id, r.state, r.params, r.config, r.seconds, r.diverged_at,
+        select r.trial, r.run_id, r.state, r.unstable, r.params, r.config, r.seconds, r.diverged_at,
                coalesce(jsonb_object_agg(f.key, f.last::text) filter (where f.key is not null), '{}') as metrics
         from orch.runs r
         left join orch.final_metrics f on f.run_id = r.run_id and f.sweep = r.sweep and f.key = any(%s)
         where r.sweep = %s
-        group by r.trial, r.run_id, r.state, r.params, r.config, r.seconds, r.diverged_at
+        group by r.trial, r.run_id, r.state, r.unstable, r.params, r.config, r.seconds, r.diverged_at
         order by r.trial
         """,
         (list(metrics), sweep),

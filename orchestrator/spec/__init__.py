@@ -5,7 +5,7 @@ from orchestrator.spec.domains import Choice, Domain, Grid, Int, Uniform
 from orchestrator.spec.faces import FieldFace, WorkloadFace, WorkloadOf
 from orchestrator.spec.parse import legal_name, parse_sweep
 from orchestrator.spec.resolved import from_json, spec_difference, to_json
-from orchestrator.spec.sweep_spec import SEED, Metric, Mode, Resources, Retries, Search, SweepSpec
+from orchestrator.spec.sweep_spec import SEED, Metric, Mode, Resources, Retries, Search, SweepSpec, Unstable
 
 __all__ = [
     "SEED",
@@ -21,6 +21,7 @@ __all__ = [
     "Search",
     "SweepSpec",
     "Uniform",
+    "Unstable",
     "WorkloadFace",
     "WorkloadOf",
     "from_json",

@@ -66,7 +66,7 @@ def _check_names(fields: Mapping[str, FieldFace], workload: WorkloadFace, where:
 def _flatten(node: Node | None, fields: Mapping[str, FieldFace], problems: Problems) -> dict[str, Node]:
     """Nodes by dotted field name. A name in two spellings is a problem, unless one came from the command line."""
     flat: dict[str, Node] = {}
-    for name, child in _walk(node.entries if node else {}, "", fields):
+    for name, child in walk_fields(node.entries if node else {}, fields):
         if name not in flat or flat[name].where != COMMAND_LINE == child.where:
             flat[name] = child
         elif child.where != COMMAND_LINE != flat[name].where:
@@ -75,11 +75,14 @@ def _flatten(node: Node | None, fields: Mapping[str, FieldFace], problems: Probl
     return flat
 
 
-def _walk(entries: Mapping[str, Node], prefix: str, fields: Mapping[str, FieldFace]) -> Iterator[tuple[str, Node]]:
+def walk_fields(
+    entries: Mapping[str, Node], fields: Mapping[str, FieldFace], prefix: str = ""
+) -> Iterator[tuple[str, Node]]:
+    """(dotted field name, node) of a mapping that may be nested as the fields are."""
     for key, child in entries.items():
         name = prefix + key
         if child.is_mapping and name not in fields and any(known.startswith(f"{name}.") for known in fields):
-            yield from _walk(child.entries, f"{name}.", fields)
+            yield from walk_fields(child.entries, fields, f"{name}.")
         else:
             yield name, child
 

@@ -12,6 +12,7 @@ from orchestrator.spec.cross_fields import check_combinations
 from orchestrator.spec.document import Node, head_comment, parse_document
 from orchestrator.spec.domains import Grid
 from orchestrator.spec.faces import WorkloadFace, WorkloadOf
+from orchestrator.spec.instability import read_unstable
 from orchestrator.spec.overrides import apply_overrides
 from orchestrator.spec.params import Params, read_params
 from orchestrator.spec.problems import Problems, unknown_key
@@ -32,19 +33,18 @@ from orchestrator.spec.sections import (
 )
 from orchestrator.spec.sweep_spec import Search, SweepSpec
 
-LATER = ("when", "zip", "exclude", "scheduler", "unstable", "budget", "health")
+LATER = ("when", "zip", "exclude", "scheduler", "budget", "health")
 """Keys of the full language that this version refuses. To add one: read it here, then take it off this list."""
 
 NO_EFFECT_YET = {
     "fuse": "every trial trains by itself in this version",
     "preflight": "there are no checks before a sweep in this version",
-    "checkpoint_every": "a resumed trial starts at step 0 in this version",
 }
 """Keys that are read and checked but change nothing yet; a plan says so."""
 
 KEYS = (
     *("name", "workload", "metric", "params", "seeds", "search", "resources", "retries", "retry_on", "stop"),
-    "show",
+    *("show", "unstable"),
     *("log_every", "checkpoint_every", "tags", "fuse", "preflight"),
 )
 MAX_NAME = 40
@@ -115,6 +115,7 @@ class _Parser:
             resources=read_resources(entries.get("resources"), problems),
             retries=read_retries(top),
             stop_diverged=read_stop(entries.get("stop"), problems),
+            unstable=read_unstable(entries.get("unstable"), workload, params, problems),
             log_every=top.read("log_every", whole(1), 10),
             show=read_show(entries.get("show"), workload, problems),
             tags=read_tags(entries.get("tags"), problems),

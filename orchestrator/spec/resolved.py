@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.spec.domains import Choice, Domain, Grid, Int, Uniform, value_key
 from orchestrator.spec.faces import WorkloadOf
 from orchestrator.spec.parse import parse_sweep
-from orchestrator.spec.sweep_spec import SweepSpec
+from orchestrator.spec.sweep_spec import SweepSpec, Unstable
 from orchestrator.trial import jsonable
 
 Json = dict[str, Any]
@@ -37,6 +37,7 @@ def to_json(spec: SweepSpec) -> Json:
         "retries": spec.retries.count,
         "retry_on": "any" if spec.retries.any_error else None,
         "stop": {"diverged": spec.stop_diverged},
+        "unstable": _unstable_json(spec.unstable),
         "log_every": spec.log_every,
         "checkpoint_every": spec.checkpoint_every,
         "fuse": spec.fuse,
@@ -72,6 +73,14 @@ def spec_difference(old: Json, new: Json) -> list[str]:
 
 def _fixed_json(fixed: Mapping[str, Any]) -> Json:
     return {name: jsonable(value) for name, value in fixed.items()}
+
+
+def _unstable_json(unstable: Unstable | None) -> Json | None:
+    """As a file writes it; the views judge by this."""
+    if unstable is None:
+        return None
+    reference = _fixed_json(unstable.relative_to)
+    return {"metric": unstable.metric, unstable.side: unstable.bound, "relative_to": reference}
 
 
 def _domain_json(domain: Any) -> Any:

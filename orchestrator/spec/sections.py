@@ -65,14 +65,16 @@ def whole(at_least: int) -> Callable[[Node], int]:
     return convert
 
 
-def number(above: float | None = None, at_least: float | None = None) -> Callable[[Node], float]:
-    bound = f"above {above:g}" if above is not None else f"at least {at_least:g}"
+def number(above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf) -> Callable[[Node], float]:
+    limits = {"above": above, "at least": at_least, "at most": at_most}
+    bounds = [f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit)]
+    needed = f"a number {' and '.join(bounds)}" if bounds else "a finite number"
 
     def convert(node: Node) -> float:
         value = node.value
-        fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not fine or (above is not None and not value > above) or (at_least is not None and not value >= at_least):  # type: ignore[operator]
-            raise ValueError(f"{_shown(node)}: a number {bound} is needed")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not (value > above and at_least <= value <= at_most):  # type: ignore[operator]
+            raise ValueError(f"{_shown(node)}: {needed} is needed")
         return float(value)  # type: ignore[arg-type]
 
     return convert
@@ -162,6 +164,18 @@ def metric_name(node: Node) -> str:
     return name
 
 
+def declared_metric(workload: WorkloadFace | None) -> Callable[[Node], str]:
+    """A legal name that the workload declares."""
+
+    def convert(node: Node) -> str:
+        name = metric_name(node)
+        if workload and not workload.declares(name):
+            raise ValueError(_undeclared(name, workload))
+        return name
+
+    return convert
+
+
 def _undeclared(name: str, workload: WorkloadFace) -> str:
     near = nearest(name, workload.metrics)
     hint = f"did you mean {near}?" if near else f"it reports {', '.join(workload.metrics)}"
@@ -217,12 +231,9 @@ def read_show(node: Node | None, workload: WorkloadFace | None, problems: Proble
     names = []
     for item in node.items:
         try:
-            names.append(metric_name(item))
+            names.append(declared_metric(workload)(item))
         except ValueError as error:
             problems.add(item.where, "show", str(error))
-            continue
-        if workload and not workload.declares(names[-1]):
-            problems.add(item.where, "show", _undeclared(names[-1], workload))
     return tuple(names)
 
 

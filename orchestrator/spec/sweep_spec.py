@@ -31,6 +31,17 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Unstable:
+    """Which results count as unstable besides the diverged ones: those whose last `metric` is beyond `bound`."""
+
+    metric: str
+    side: Literal["above", "below"]
+    bound: float
+    relative_to: Mapping[str, Any] = field(default_factory=dict)
+    """Grid axes and a value of each: `bound` is then a ratio to the trial that differs only there. Empty: absolute."""
+
+
+@dataclass(frozen=True)
 class Resources:
     cpu: float = 1.0
     gpu: float = 0.0
@@ -57,6 +68,7 @@ class SweepSpec:
     resources: Resources = Resources()
     retries: Retries = Retries()
     stop_diverged: bool = True
+    unstable: Unstable | None = None  # None: only diverged trials are
     log_every: int = 10
     show: tuple[str, ...] = ()  # metrics that comparisons show beside the objective
     tags: Mapping[str, str] = field(default_factory=dict)

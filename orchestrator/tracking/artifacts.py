@@ -1,4 +1,4 @@
-"""Stores files with a run, below the run's artifact URI. Imports MLflow only where the store is not a local folder."""
+"""Stores files with a run, at the run's artifact URI. Imports MLflow only where the store is not a local folder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def local_folder(artifact_uri: str) -> Path | None:
     if parts.scheme == "file":
         return Path(unquote(parts.path))
     return Path(artifact_uri) if parts.scheme == "" else None
+
+
+def checkpoint_folder(artifact_uri: str) -> Path | None:
+    """Where a run's checkpoints lie: beside its artifacts, where MLflow does not show them. None for a remote store."""
+    folder = local_folder(artifact_uri)
+    return folder and folder.with_name(f"{folder.name}-checkpoints")
 
 
 def store_text(artifact_uri: str, text: str, name: str) -> None:

@@ -33,7 +33,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from orchestrator.errors import NotFound, OrchError
-from orchestrator.tracking.artifacts import local_folder, store_file, store_text
+from orchestrator.tracking.artifacts import checkpoint_folder, local_folder, store_file, store_text
 from orchestrator.tracking.experiments import SWEEP_TAG, refuse_unusable
 from orchestrator.tracking.mlflow_schema import mlflow_uri
 from orchestrator.trial import TrialState, canonical_json, jsonable
@@ -137,7 +137,7 @@ class Runs:
                 self._client.delete_experiment(experiment_id)
 
     def purge_experiment(self, experiment_id: str) -> None:
-        """Deletes the experiment, its runs and their artifacts for good, as `mlflow gc` does. Can be repeated.
+        """Deletes the experiment, its runs, artifacts and checkpoints for good, as `mlflow gc` does. Can be repeated.
 
         Raises NotFound if it does not exist or is not ours.
         """
@@ -149,6 +149,8 @@ class Runs:
                 self._client.delete_experiment(experiment_id)
             for run_id, artifact_uri in self._runs_in(experiment_id):
                 _delete_artifacts(artifact_uri)
+                if (checkpoints := checkpoint_folder(artifact_uri)) is not None:
+                    _delete_artifacts(str(checkpoints))
                 self._store._hard_delete_run(run_id)
             if experiment.artifact_location.startswith(f"{self._artifact_root}/"):
                 _delete_artifacts(experiment.artifact_location)

@@ -255,6 +255,33 @@ def test_compare_shows_finite_means_only(orch: Orch, name: str) -> None:
     assert not any(isinstance(value, float) and not math.isfinite(value) for row in rows for value in row.values())
 
 
+def test_what_a_sweep_calls_unstable_is_planned_counted_and_may_change_between_two_calls(orch: Orch, name: str) -> None:
+    text = """
+        workload: orch_lab:Odd
+        metric: val/loss
+        params: {do: {grid: [nothing, nan]}, x: {grid: [1, 3]}}
+        unstable: {metric: val/loss, above: 2, relative_to: {x: 1}}
+        log_every: 1
+    """
+    file = orch.sweep_file(text, name)
+    words = "unstable: val/loss above 2 x that of the trial with x=1, all else equal; diverged trials always"
+    assert words in orch("plan", file).out
+    done = orch("sweep", file, "--inline")
+    assert words in done.out
+
+    def shares() -> list[tuple[str, str, str]]:
+        rows = json.loads(orch("compare", name, "--format", "json").out)
+        return [(row["diverged"], row["unstable"], row["unstable 95 %"]) for row in rows]
+
+    stable, always = ("0/1", "0/1", "0.00-0.79"), ("1/1", "1/1", "0.21-1.00")
+    assert shares() == [stable, ("0/1", "1/1", "0.21-1.00"), always, always]
+    orch("sweep", file, "--inline", "--resume", "--set", "unstable.above=4")
+    assert shares() == [stable, stable, always, always]
+    assert json.loads(orch("runs", name, "--format", "json").out)[1]["val/loss"] == 0.75
+    orch("sweep", orch.sweep_file(text.replace("unstable:", "# unstable:"), name), "--inline", "--resume")
+    assert "unstable" not in orch("compare", name).out
+
+
 def test_a_run_that_a_crash_left_without_a_ledger_row_is_adopted(orch: Orch, name: str, server_url: str) -> None:
     file = orch.sweep_file(GRID, name)
     orch("sweep", file, "--inline")

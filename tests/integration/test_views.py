@@ -41,9 +41,9 @@ class Lab:
         self.connection = database.connect(autocommit=True)
         view_catalog.apply(self.connection)
 
-    def sweep(self, name: str, columns: Mapping[str, str] = COLUMNS, metric: str = "val/loss") -> SweepRow:
+    def sweep(self, name: str, columns: Mapping[str, str] = COLUMNS, metric: str = "val/loss", **spec: Any) -> SweepRow:
         return self.ledger.create_sweep(
-            name=name, workload="moe_router", spec={}, metric=metric, mode="min", columns=columns
+            name=name, workload="moe_router", spec=spec, metric=metric, mode="min", columns=columns
         )
 
     def trial(self, sweep: SweepRow, config: Mapping[str, Any], **cell: Any) -> TrialRow:
@@ -359,6 +359,80 @@ def test_stability_is_the_share_of_results_with_wilsons_interval(lab: Lab) -> No
     assert rows[0][5] == 0
     assert rows[2][6] == 1
     assert rows[3] == (1.0, 0, 0, 0, None, None, None)
+
+
+def unstable_of(lab: Lab, sweep: str) -> list[bool | None]:
+    return [flag for (flag,) in lab.ask("select unstable from orch.runs where sweep = %s order by trial", sweep)]
+
+
+@pytest.mark.parametrize(("side", "beyond"), [("above", 2.5), ("below", 1.5)])
+def test_an_absolute_bound_makes_finite_results_unstable_too(lab: Lab, side: str, beyond: float) -> None:
+    rule = {"metric": "val/top", side: 2.0, "relative_to": {}}
+    sweep = lab.sweep(f"absolute_{side}", unstable=rule)
+    for seed, last in enumerate((beyond, 2.0, NAN, INF, -INF)):  # finished: the loss itself stayed finite
+        trial = lab.begin(sweep, {"seed": seed})
+        lab.log(trial, "val/top", {0: 2.0, 10: beyond, 20: last})
+        lab.end(trial)
+    lab.end(lab.begin(sweep, {"seed": 5}), TrialState.DIVERGED)
+    lab.end(lab.begin(sweep, {"seed": 6}))  # never reported it
+    lab.end(lab.begin(sweep, {"seed": 7}), TrialState.FAILED)
+    lab.trial(sweep, {"seed": 8})
+    assert unstable_of(lab, sweep.name) == [True, False, True, True, True, True, None, None, None]
+    assert lab.ask("select n, diverged, unstable, unknown from orch.stability where sweep = %s", sweep.name) == [
+        (6, 1, 5, 1)
+    ]
+
+
+def test_a_ratio_is_taken_to_the_trial_that_differs_only_there(lab: Lab) -> None:
+    rule = {"metric": "val/loss", "above": 2.0, "relative_to": {"precision": "fp32"}}
+    sweep = lab.sweep("relative", unstable=rule)
+    fp32 = (1.0, 3.0, NAN, 1.0, 1.0, 0.0, 1e308)
+    bf16 = (2.5, 5.0, 1.0, NAN, INF, 1.0, 1.5e308)  # held against the same seed; the last product overflows a float
+    for precision, values in (("bf16", bf16), ("fp32", fp32)):
+        for seed, last in enumerate(values):
+            trial = lab.begin(sweep, {"precision": precision, "seed": seed, "k": 1.0}, precision=precision)
+            lab.log(trial, "val/loss", {0: 100.0, 10: last})
+            lab.end(trial, TrialState.FINISHED if math.isfinite(last) else TrialState.DIVERGED)
+    known = [True, False, None, True, True, None, False]
+    assert unstable_of(lab, "relative") == [*known, False, False, True, False, False, None, False]
+    rows = lab.ask(
+        """
+        select cell ->> 'precision', n, diverged, unstable, unknown, share, low, high
+        from orch.stability where sweep = 'relative' order by 1
+        """
+    )
+    assert [row[:6] for row in rows] == [("bf16", 5, 2, 3, 2, 0.6), ("fp32", 6, 1, 1, 1, 1 / 6)]
+    assert rows[0][6:] == pytest.approx(wilson(3, 5), abs=1e-12)
+
+
+def test_a_reference_that_failed_or_is_not_there_leaves_it_unknown(lab: Lab) -> None:
+    rule = {"metric": "val/loss", "below": 0.5, "relative_to": {"k": 1}}
+    sweep = lab.sweep("lonely", unstable=rule)
+    for seed, state in enumerate((TrialState.FINISHED, TrialState.FAILED, TrialState.STOPPED)):
+        for k in (2, 1):
+            trial = lab.begin(sweep, {"k": k, "seed": seed})
+            lab.log(trial, "val/loss", {0: 1.0 / k**2})
+            lab.end(trial, state if k == 1 else TrialState.FINISHED)
+    lab.end(lab.begin(sweep, {"k": 2, "seed": 9}))
+    assert unstable_of(lab, "lonely") == [True, False, None, None, True, False, None]
+
+
+def test_a_changed_rule_judges_the_trials_that_are_there(lab: Lab) -> None:
+    rule = {"metric": "val/loss", "above": 2.0, "relative_to": {}}
+    sweep = lab.sweep("rejudged", unstable=None)
+    trial = lab.begin(sweep, {"seed": 0})
+    lab.log(trial, "val/loss", {0: 3.0})
+    lab.end(trial)
+    assert unstable_of(lab, "rejudged") == [False]
+    lab.ledger.extend_sweep(sweep.id, spec={"unstable": rule}, source="", columns=COLUMNS)
+    assert unstable_of(lab, "rejudged") == [True]
+
+
+def test_references_are_found_by_an_index(lab: Lab) -> None:
+    with lab.connection.transaction():
+        lab.connection.execute("set local enable_seqscan = off")  # the tables of a test are too small to need one
+        rows = lab.ask("explain select unstable from orch.runs where sweep = 'relative'")
+    assert any("trials_params" in line for (line,) in rows)
 
 
 # The table of one sweep

@@ -143,6 +143,34 @@ class Witness:
         )
 
 
+class Counter:
+    """Counts to `steps`, goes on from a saved count, and is killed at a step of its first attempt when asked to."""
+
+    class Config(WorkloadConfig):
+        steps: int = 100
+        sleep_s: float = 0.0
+        die_at: int = 0
+        seed: int = 0
+
+    metrics = ("train/loss", "count")
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        saved = context.checkpoint.load()
+        count = int(saved) if saved else 0
+        while count < config.steps:
+            if context.stopping:
+                context.checkpoint.save(count, str(count).encode())
+                return
+            time.sleep(config.sleep_s)
+            count += 1
+            if context.should_report(count) or count == config.steps:
+                yield Report(count, {"train/loss": 1 / count, "count": count})
+            if context.checkpoint.due(count) and count < config.steps:
+                context.checkpoint.save(count, str(count).encode())
+            if count == config.die_at and context.attempt == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Wide:
     """Has fifty parameters and says one number."""
 

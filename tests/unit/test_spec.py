@@ -18,6 +18,7 @@ from orchestrator.spec import (
     Int,
     SweepSpec,
     Uniform,
+    Unstable,
     from_json,
     legal_name,
     parse_sweep,
@@ -424,7 +425,7 @@ tags: {team: router, year: 2024}
 
 
 def test_keys_of_later_versions_are_refused_and_not_ignored():
-    for key in ("when", "zip", "exclude", "scheduler", "unstable", "budget", "health"):
+    for key in ("when", "zip", "exclude", "scheduler", "budget", "health"):
         assert only(HEAD + f"{key}: {{}}\n") == f"t.yaml:3  {key}  is not supported by this version yet; remove it"
 
 
@@ -459,6 +460,61 @@ def test_a_wrong_setting_is_refused_at_its_line(line, word):
     message = only(HEAD + line + "\n")
     assert message.startswith("t.yaml:3  ")
     assert word in message
+
+
+UNSTABLE = HEAD + "params: {precision: {grid: [fp32, bf16]}, opt: {lr: {grid: [0.5, 1]}}, c_z: 0, k: 1}\n"
+
+
+def test_unstable_is_a_bound_or_a_ratio_to_values_of_grid_axes():
+    assert parse(UNSTABLE).unstable is None
+    absolute = parse(UNSTABLE + "unstable: {metric: train/loss, below: -3}\n").unstable
+    assert absolute == Unstable("train/loss", "below", -3.0)
+    rule = "{metric: val/mse, above: 2, relative_to: {precision: fp32, opt: {lr: 1.0}}}"
+    spec = parse(UNSTABLE + f"unstable: {rule}\n")
+    assert spec.unstable == Unstable("val/mse", "above", 2.0, {"precision": "fp32", "opt.lr": 1.0})
+    stored = to_json(spec)
+    assert stored["unstable"] == {
+        "metric": "val/mse", "above": 2.0, "relative_to": {"precision": "fp32", "opt.lr": 1.0},
+    }  # fmt: skip
+    assert from_json(stored, workload_of).unstable == spec.unstable
+    assert parse(UNSTABLE + f"unstable: {rule}\n", "unstable.above=3").unstable.bound == 3.0
+    assert parse(UNSTABLE + f"unstable: {rule}\n", "unstable=null").unstable is None
+
+
+def test_what_is_called_unstable_changes_no_trial():
+    changed = parse(UNSTABLE + "unstable: {metric: val/mse, above: 2}\n")
+    assert spec_difference(to_json(parse(UNSTABLE)), to_json(changed)) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "word"),
+    [
+        ("3", "is no mapping"),
+        ("{above: 2}", "needs a metric"),
+        ("{metric: val/mes, above: 2}", "did you mean val/mse?"),
+        ("{metric: a//b, above: 2}", "doubled"),
+        ("{metric: val/mse}", "needs one bound, above or below"),
+        ("{metric: val/mse, above: 2, below: 1}", "needs one bound, above or below"),
+        ("{metric: val/mse, above: .inf}", "a finite number is needed"),
+        ("{metric: val/mse, above: true}", "a finite number is needed"),
+        ("{metric: val/mse, above: 0.5, relative_to: {precision: fp32}}", "at least 1"),
+        ("{metric: val/mse, below: 0, relative_to: {precision: fp32}}", "above 0 and at most 1"),
+        ("{metric: val/mse, above: 2, relative_to: {precison: fp32}}", "no grid axis of this sweep; did you mean pre"),
+        ("{metric: val/mse, above: 2, relative_to: {k: 1}}", "no grid axis of this sweep; it has precision, opt.lr"),
+        ("{metric: val/mse, above: 2, relative_to: {precision: fp16}}", "not on its axis, which has fp32, bf16"),
+        ("{metric: val/mse, above: 2, relative_to: fp32}", "write relative_to: {precision: fp32}"),
+        ("{metric: val/mse, over: 2}", "unknown key unstable.over"),
+    ],
+)
+def test_a_wrong_unstable_is_refused_at_its_line(rule, word):
+    lines = complaints(UNSTABLE + f"unstable: {rule}\n")
+    assert all(line.startswith("t.yaml:4  unstable") for line in lines)
+    assert word in " ".join(lines)
+
+
+def test_all_mistakes_of_unstable_are_told_at_once():
+    text = "unstable:\n  metric: val/mes\n  above: .nan\n  relative_to:\n    k: 1\n    precision: fp16\n"
+    assert [line.split("  ")[0] for line in complaints(UNSTABLE + text)] == [f"t.yaml:{n}" for n in (5, 6, 8, 9)]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@
 --   objective, last_step   the sweep's metric at the last report, may be non-finite; null while there is none
 --   cell, sample           its grid axes without the seed; number of the sampled configuration in the cell, or null
 --   config                 the whole resolved config, defaults included, by dotted field name
+--   unstable               true: diverged, or its last value of the metric that the sweep's `unstable` names is beyond
+--                          the bound, NaN and infinity included; false: neither. null: without a result, or it never
+--                          reported that metric, or the trial it is held against has no finite result above 0
 create view orch.runs as
 select
     trial.run_id,
@@ -50,7 +53,42 @@ select
     trial.last_step,
     trial.cell,
     trial.sample,
-    trial.config
+    trial.config,
+    case
+        when trial.state = 'diverged' then true
+        when trial.state not in ('finished', 'stopped') then null
+        when sweep.spec ->> 'unstable' is null then false
+        else (
+            select
+                case
+                    when not abs(own.last) < 'Infinity' then true
+                    -- numeric: a product of two floats may overflow, which PostgreSQL makes an error
+                    when sweep.spec #> '{unstable,above}' is not null
+                        then own.last::numeric > (sweep.spec #> '{unstable,above}')::numeric * scale.value
+                    else own.last::numeric < (sweep.spec #> '{unstable,below}')::numeric * scale.value
+                end
+            from orch.final_metrics as own
+            cross join lateral (
+                select
+                    case
+                        when sweep.spec #> '{unstable,relative_to}' = '{}' then 1
+                        else (
+                            select other.last::numeric
+                            from orch_ledger.trials as reference
+                            join orch.final_metrics as other on other.run_id = reference.run_id
+                            where reference.sweep_id = trial.sweep_id
+                                and reference.params = trial.params || (sweep.spec #> '{unstable,relative_to}')
+                                and reference.state in ('finished', 'stopped')
+                                and other.key = own.key
+                                and other.last > 0
+                                and other.last < 'Infinity'
+                            limit 1
+                        )
+                    end as value
+            ) as scale
+            where own.run_id = trial.run_id and own.key = sweep.spec #>> '{unstable,metric}'
+        )
+    end as unstable
 from orch_ledger.sweeps as sweep
 join orch_ledger.trials as trial on trial.sweep_id = sweep.id
 cross join lateral (

@@ -1,13 +1,13 @@
 -- orch.stability: one row a sweep and cell; a cell is a combination of the grid axes without the seed.
 --
 --   cell                   jsonb, {} for a sweep without a grid
---   n                      trials with a result: finished, stopped, diverged. Waiting, running, failed, killed and
---                          lost trials say nothing about the cell
+--   n                      trials with a result (finished, stopped, diverged) of which orch.runs.unstable is known.
+--                          Waiting, running, failed, killed and lost trials say nothing about the cell
 --   diverged               how many of the n diverged
---   unstable               how many of the n are unstable: diverged, or beyond what the sweep calls unstable. Sweep
---                          files cannot say that yet, so today it equals `diverged`
+--   unstable               how many of the n are unstable: diverged, or beyond what the sweep's `unstable` says
 --   share                  unstable / n; null while n is 0
 --   low, high              95 % Wilson score interval of the share, within 0..1; null while n is 0
+--   unknown                results that are not in n: what they are held against has no result, or diverged
 --
 -- Wilson (1927), z = 1.959963984540054: sound at shares of 0 and 1 and at n = 3, where p +- 1.96 s.e. is not.
 create view orch.stability as
@@ -25,18 +25,18 @@ select
     case
         when counted.unstable = counted.n and counted.n > 0 then 1
         else (rate.share + rate.z2 / 2 + rate.half) / (1 + rate.z2)
-    end as high
+    end as high,
+    counted.unknown
 from (
     select
-        sweep.name as sweep,
-        trial.cell,
-        count(*) filter (where trial.state in ('finished', 'stopped', 'diverged')) as n,
-        count(*) filter (where trial.state = 'diverged') as diverged,
-        count(*) filter (where trial.state = 'diverged') as unstable
-    from orch_ledger.sweeps as sweep
-    join orch_ledger.trials as trial on trial.sweep_id = sweep.id
-    where sweep.archived_at is null
-    group by sweep.name, trial.cell
+        run.sweep,
+        run.cell,
+        count(run.unstable) as n,
+        count(*) filter (where run.state = 'diverged') as diverged,
+        count(*) filter (where run.unstable) as unstable,
+        count(*) filter (where run.state in ('finished', 'stopped') and run.unstable is null) as unknown
+    from orch.runs as run
+    group by run.sweep, run.cell
 ) as counted
 cross join lateral (
     select

@@ -1,0 +1,128 @@
+"""Trials that were cut short go on where they were: after a signal, a dead worker, a killed command, a torn file."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.conftest import Orch
+
+COUNTER = """
+    workload: orch_lab:Counter
+    metric: train/loss
+    params: {steps: 100, sleep_s: 0.04, die_at: %d}
+    log_every: 1
+    checkpoint_every: 10
+    retries: 1
+"""
+KILLED = -signal.SIGKILL  # inline, the worker that dies is the whole command
+
+
+def steps_saved(orch: Orch, name: str) -> list[int]:
+    files = Path(orch.env["ORCH_HOME"]).glob(f"artifacts/{name}-*/*/artifacts-checkpoints/step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in files)
+
+
+def newest_file(orch: Orch, name: str) -> Path:
+    step = steps_saved(orch, name)[-1]
+    (path,) = Path(orch.env["ORCH_HOME"]).glob(f"artifacts/{name}-*/*/artifacts-checkpoints/step-{step}")
+    return path
+
+
+def interrupt_at_step(orch: Orch, name: str, step: int, *command: object) -> None:
+    process = orch.start(*command)
+    deadline = time.monotonic() + 120
+    while step not in steps_saved(orch, name):
+        assert time.monotonic() < deadline, "no checkpoint came"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+
+
+def ask(url: str, query: str, name: str) -> list[tuple[Any, ...]]:
+    with psycopg.connect(url) as connection:
+        return connection.execute(query, {"sweep": name}).fetchall()
+
+
+def spans(url: str, name: str) -> list[tuple[int, int, int, int]]:
+    """(attempt, number of points that count, first step, last step); a point that is not its step's own is left out."""
+    query = """
+        select attempt, count(*), min(step), max(step) from orch.metrics
+        where sweep = %(sweep)s and key = 'count' and value = step group by 1 order by 1
+    """
+    return ask(url, query, name)
+
+
+def ends(url: str, name: str) -> list[tuple[str, int, int]]:
+    return ask(url, "select state, attempts, last_step from orch.runs where sweep = %(sweep)s", name)
+
+
+def test_ctrl_c_saves_the_step_it_stopped_at_and_resume_goes_on_behind_it(
+    orch: Orch, name: str, server_url: str
+) -> None:
+    command = ("sweep", orch.sweep_file(COUNTER % 0, name), "--inline")
+    interrupt_at_step(orch, name, 30, *command)
+    before, stopped = steps_saved(orch, name)
+    assert 20 <= before < stopped < 100
+    assert stopped >= 30
+    assert ends(server_url, name) == [("killed", 1, stopped)]
+    orch(*command, "--resume")
+    assert spans(server_url, name) == [(1, stopped, 1, stopped), (2, 100 - stopped, stopped + 1, 100)]
+    assert ends(server_url, name) == [("finished", 2, 100)]
+    assert steps_saved(orch, name) == [], "a finished trial needs no state"
+
+
+def test_a_killed_command_is_resumed_at_the_last_checkpoint(orch: Orch, name: str, server_url: str) -> None:
+    command = ("sweep", orch.sweep_file(COUNTER % 37, name), "--inline")
+    orch(*command, expect=KILLED)
+    assert steps_saved(orch, name) == [20, 30]
+    orch(*command, "--resume")
+    assert spans(server_url, name) == [(1, 30, 1, 30), (2, 70, 31, 100)]
+
+
+def test_a_torn_checkpoint_falls_back_to_the_one_before_with_a_warning(orch: Orch, name: str, server_url: str) -> None:
+    command = ("sweep", orch.sweep_file(COUNTER % 37, name), "--inline")
+    orch(*command, expect=KILLED)
+    torn = newest_file(orch, name)
+    torn.write_bytes(torn.read_bytes()[:-1] + b"?")  # of the right size: only the worker, who reads it all, can tell
+    orch(*command, "--resume")
+    assert spans(server_url, name) == [(1, 20, 1, 20), (2, 80, 21, 100)]
+    query = "select severity, message from orch.findings where sweep = %(sweep)s"
+    message = "the checkpoint of step 30 is not used: its content is not what was written"
+    assert ask(server_url, query, name) == [("warning", message)]
+
+
+def test_rm_purge_takes_the_checkpoints_of_unfinished_trials_along(orch: Orch, name: str) -> None:
+    orch("sweep", orch.sweep_file(COUNTER % 37, name), "--inline", expect=KILLED)
+    folder = newest_file(orch, name).parent
+    orch("rm", name, "--purge")
+    assert not folder.exists()
+
+
+def test_a_retry_after_a_dead_worker_goes_on_at_the_last_checkpoint(ray_orch: Orch, name: str, server_url: str) -> None:
+    ray_orch("sweep", ray_orch.sweep_file(COUNTER % 37, name))
+    assert spans(server_url, name) == [(1, 30, 1, 30), (2, 70, 31, 100)]
+    assert ends(server_url, name) == [("finished", 2, 100)]
+
+
+def test_ctrl_c_reaches_a_worker_process_which_saves_before_it_ends(ray_orch: Orch, name: str, server_url: str) -> None:
+    # Slow enough for the signal to arrive through driver, recorder and a busy machine before the last step.
+    command = ("sweep", ray_orch.sweep_file(COUNTER % 0, name), "--set", "params.sleep_s=0.1")
+    interrupt_at_step(ray_orch, name, 10, *command)
+    stopped = steps_saved(ray_orch, name)[-1]
+    assert ends(server_url, name) == [("killed", 1, stopped)]
+    ray_orch(*command, "--resume")
+    assert spans(server_url, name) == [(1, stopped, 1, stopped), (2, 100 - stopped, stopped + 1, 100)]
+
+
+@pytest.mark.parametrize(("root", "is_said"), [("s3://bucket/orch", True), ("/tmp/orch", False), ("", False)])
+def test_a_plan_says_when_states_cannot_be_kept(orch: Orch, name: str, root: str, is_said: bool) -> None:
+    there = Orch({**orch.env, "ORCH_ARTIFACT_ROOT": root}, orch.folder)
+    note = "no checkpoints in s3://bucket/orch: an interrupted trial starts again at step 0"
+    assert (note in there("plan", there.sweep_file(COUNTER % 0, name)).out) == is_said
