@@ -128,18 +128,29 @@ def test_the_readmes_sweep_file_says_what_it_would_run(desk: Desk, tmp_path: Pat
     assert "48 trials of moe_router" in done.stdout  # 2 c_z x 2 k x 4 samples x 3 seeds
 
 
-def test_the_documented_workload_runs(orch: Orch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "trials", "winner"),
+    [
+        (
+            0,
+            3,
+            'select trial = 1 as right from sweep_quadratic order by "train/loss" limit 1',
+        ),  # lr 0.01 is late, 1.5 away
+        (1, 4, 'select optimizer = \'adam\' and "val/mse" < 0.01 as right from sweep_fits order by "val/mse" limit 1'),
+    ],
+)
+def test_the_documented_workloads_run(orch: Orch, tmp_path: Path, number: int, trials: int, winner: str) -> None:
     text = (ROOT / "docs" / "workloads.md").read_text()
-    (code,), (spec,) = blocks(text, "python"), blocks(text, "yaml")
+    code, spec = blocks(text, "python")[number], blocks(text, "yaml")[number]
     module = tmp_path / code.splitlines()[0].removeprefix("# ")
     module.parent.mkdir()
     module.write_text(code)
-    (tmp_path / "quadratic.yaml").write_text(spec)
-    command = orch.command("sweep", "quadratic.yaml", "--inline")
+    name = ("quadratic", "fits")[number]
+    (tmp_path / f"{name}.yaml").write_text(spec)
+    command = orch.command("sweep", f"{name}.yaml", "--inline")
     done = subprocess.run(
         command, cwd=tmp_path, env={**orch.env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "quadratic: 3/3 finished" in done.stdout
-    best = orch.rows('select trial from sweep_quadratic order by "train/loss" limit 1')
-    assert best == [{"trial": 1}]  # lr 0.1; at 0.01 it has not arrived, at 1.5 it runs away
+    assert f"{name}: {trials}/{trials} finished" in done.stdout
+    assert orch.rows(winner) == [{"right": True}]

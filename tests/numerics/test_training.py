@@ -225,6 +225,13 @@ def test_checkpoints_are_written_when_due_and_when_told_to_stop(lonely: Any):
     assert context.checkpoint.steps == [2, 4, 5]
 
 
+def test_the_last_step_is_not_saved_for_there_is_nothing_left_to_resume(lonely: Any):
+    context = lonely()
+    context.checkpoint.every = 3
+    list(CharGpt().run(CharConfig(**TINY), context))
+    assert context.checkpoint.steps == [3]
+
+
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_a_checkpoint_loads_with_and_without_compile(
     lonely: Any, monkeypatch: pytest.MonkeyPatch, compiled_first: bool

@@ -102,7 +102,7 @@ def train(workload: TrainingWorkload, config: TrainingConfig, context: Context) 
         update, hyper, first_trouble = training.advance()
         if context.should_report(training.step) or training.step == config.steps or first_trouble:
             yield training.report(update, hyper)
-        if context.checkpoint.due(training.step):
+        if context.checkpoint.due(training.step) and training.step < config.steps:  # the last step's result is said
             training.save()
 
 

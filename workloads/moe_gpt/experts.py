@@ -37,6 +37,8 @@ class MoeFeedForward(nn.Module):
         )
         start_as_gpt(self.moe, shape.std_out, source)
 
+    # Queue lengths change with every batch: compiled, each would be a program of its own.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_BTD: Tensor, valid_BT: Tensor | None) -> tuple[Tensor, Routing]:
         valid_N = None if valid_BT is None else valid_BT.flatten()
         mixed_ND, routing = self.moe(hidden_BTD.flatten(0, 1), valid_B=valid_N)
