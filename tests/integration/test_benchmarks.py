@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 
 import psycopg
+import pytest
 
-from benchmarks import startup
+from benchmarks import char_gpt, moe_layer, startup
 from benchmarks.__main__ import NAMES
 from benchmarks.bulk_writes import TARGETS, compare
 
@@ -26,3 +27,23 @@ def test_both_writers_of_the_bulk_benchmark_write_the_same_number_of_points(empt
 def test_the_startup_benchmark_runs_both_commands() -> None:
     assert startup.seconds([*startup.ORCH, "--help"]) > 0
     assert startup.seconds([*startup.ORCH, "plan", "sweeps/zloss.yaml"]) > 0
+
+
+def test_without_its_peer_the_moe_benchmark_says_that_it_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_layer, "find_spec", lambda name: None)
+    ((label, *_, met),) = moe_layer.run()
+    assert label.startswith("NOT RUN")
+    assert met is None
+
+
+def test_the_moe_benchmark_times_our_layer_and_its_peers() -> None:
+    pytest.importorskip("transformers")
+    assert set(moe_layer.compare(num_experts=4, k=1, num_rounds=1, num_tokens=16)) == {"ours", "Mixtral", "Switch"}
+    assert all(seconds > 0 for seconds in moe_layer.compare(4, k=2, num_rounds=1, num_tokens=16).values())
+
+
+def test_the_plain_loop_trains_as_many_parameters_as_char_gpt_and_both_are_timed() -> None:
+    ours = char_gpt.begin().model
+    plain = char_gpt.PlainGpt(char_gpt.CONFIG, num_symbols=ours.shape.vocabulary)
+    assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in ours.parameters())
+    assert all(value > 0 for _, value, *_ in char_gpt.run(num_turns=1))

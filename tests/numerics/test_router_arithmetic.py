@@ -11,7 +11,6 @@ import torch
 
 from workloads.engine.precision import POLICIES
 from workloads.layers.router import (
-    dropped_share,
     expert_load,
     load_balance_loss,
     masked_mean,
@@ -146,13 +145,11 @@ def test_padding_does_not_count_as_a_tie():
     assert tie_share(values, 3, valid).item() == 0
 
 
-def test_padding_takes_no_place_and_is_not_counted_as_dropped():
+def test_padding_takes_no_place():
     values = torch.tensor([[1.0, 0], [1, 0], [1, 0], [0, 1]])
     valid = torch.tensor([False, True, True, True])
-    assert dropped_share(route(values, 1, False, torch.float32, capacity=1)).item() == 0.5
-    routing = route(values, 1, False, torch.float32, 1, valid)
-    assert routing.kept_BK[:, 0].tolist() == [False, True, False, True]
-    assert dropped_share(routing).item() == pytest.approx(1 / 3)
+    assert route(values, 1, False, torch.float32, 1).kept_BK[:, 0].tolist() == [True, False, False, True]
+    assert route(values, 1, False, torch.float32, 1, valid).kept_BK[:, 0].tolist() == [False, True, False, True]
 
 
 def test_the_mean_over_no_valid_token_is_zero_and_not_nan():

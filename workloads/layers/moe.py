@@ -24,7 +24,7 @@ Dispatch = Literal["padded", "dense"]
 # How many of its places an expert may leave empty, on average, before it is faster to let each expert compute its own
 # rows. In 16 bits more, and places come in multiples: there a product of a shape not seen before is compiled first,
 # which takes 0.5 ms. Measured on one CPU core for D = 32 .. 256.
-EMPTY_PLACES_WORTH_PADDING, EMPTY_PLACES_WORTH_PADDING_16_BIT = 24, 512
+EMPTY_PLACES_WORTH_PADDING, EMPTY_PLACES_WORTH_PADDING_16_BIT = 20, 512
 PLACES_STEP_16_BIT = 8
 
 

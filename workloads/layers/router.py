@@ -191,9 +191,3 @@ def tie_share(logits_BE: Tensor, k: int, valid_B: Tensor | None = None) -> Tenso
         return torch.zeros((), device=logits_BE.device)
     top = logits_BE.topk(k + 1, dim=-1).values
     return masked_mean((top[:, k - 1] == top[:, k]).float(), valid_B)
-
-
-def dropped_share(routing: Routing) -> Tensor:
-    """The share of valid tokens' assignments that found their expert full."""
-    num_asked = routing.valid_B.sum() * routing.experts_BK.shape[-1]
-    return (num_asked - routing.kept_BK.sum()) / num_asked.clamp(min=1)
