@@ -86,6 +86,13 @@ def joined(window: list[TokenBatch]) -> TokenBatch:
     return TokenBatch(*(torch.cat([micro[axis] for micro in window]) for axis in range(3)))
 
 
+def conflict(error: ValidationError) -> FieldConflict:
+    (item,) = error.errors()
+    cause = item["ctx"]["error"]
+    assert isinstance(cause, FieldConflict)
+    return cause
+
+
 def test_every_metric_it_reports_is_declared_and_every_declared_one_is_reported(lonely: Any):
     workload = describe("char_gpt")
     reported = run(Config(**TINY, precision="fp16"), lonely())[-1].metrics
@@ -168,6 +175,18 @@ def test_checkpointing_changes_no_bit_of_a_training_run_under_dropout(lonely: An
     assert not torch.equal(plain.loss, begin(lonely(), **settings | {"dropout": 0.0}).advance()[0].loss)
 
 
+def test_dropout_differs_between_micro_batches_and_between_updates(lonely: Any):
+    training = begin(lonely(), dropout=0.5, accumulation_steps=2)
+    first, second = training.draw_window()
+    training.step += 1
+    third, _ = training.draw_window()
+    losses = []
+    for noise in (first.noise, second.noise, third.noise):
+        twin = begin(lonely(), dropout=0.5).trainer  # the same rows and weights
+        losses.append(float(twin.update([first._replace(noise=noise)], {}).loss))
+    assert len(set(losses)) == 3
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"tied": True}, {"residual": False}, {"padding": 0.5}, {"precision": "bf16"}], ids=str
 )
@@ -234,13 +253,6 @@ def test_a_bug_that_would_change_nothing_is_refused_at_its_field(settings: dict[
     with pytest.raises(ValidationError, match=needed) as caught:
         Config(**settings)
     assert conflict(caught.value).name == "bug"
-
-
-def conflict(error: ValidationError) -> FieldConflict:
-    (item,) = error.errors()
-    cause = item["ctx"]["error"]
-    assert isinstance(cause, FieldConflict)
-    return cause
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from workloads.char_gpt.train import Seen
 from workloads.data.tokens import TokenBatch
 from workloads.engine.precision import POLICIES, Precision
 from workloads.engine.training import Training, build_trainer
-from workloads.engine.update import Call, Hyper, Trainer
+from workloads.engine.update import Call, Hyper, Trainer, Update
 from workloads.layers.router import Routing, load_balance_loss
 from workloads.layers.transformer import INIT_STD
 from workloads.moe_gpt.bugs import PLANTED
@@ -98,6 +98,10 @@ def exact_trainer(context: Any, /, **settings: Any) -> Trainer:
     return build_trainer(workload, config, model, "cpu")
 
 
+def observe(training: Training, update: Update) -> dict[str, float]:
+    return dict(training.workload.observe(training.config, update))
+
+
 def gradient(trainer: Trainer) -> Tensor:
     return torch.cat([parameter.grad.reshape(-1) for parameter in trainer.parameters])
 
@@ -110,15 +114,16 @@ def joined(window: Sequence[TokenBatch]) -> TokenBatch:
     return TokenBatch(*(torch.cat([micro[axis] for micro in window]) for axis in range(3)))
 
 
-def valid_logits(routing: Routing, valid_BT: Tensor | None) -> Tensor:
-    return routing.logits_BE if valid_BT is None else routing.logits_BE[valid_BT.flatten()]
+def valid(values: Tensor, batch: TokenBatch) -> Tensor:
+    """The entries of valid tokens, of one entry a token."""
+    return values if batch.valid_BT is None else values[batch.valid_BT.flatten()]
 
 
-def balance_by_hand(routings: Sequence[Routing], valid_BT: Tensor | None = None) -> Tensor:
+def balance_by_hand(routings: Sequence[Routing], batch: TokenBatch) -> Tensor:
     """E sum f P of each layer, from the logits of valid tokens alone; summed over the layers."""
     total = torch.zeros(())
     for routing in routings:
-        logits_NE = valid_logits(routing, valid_BT)
+        logits_NE = valid(routing.logits_BE, batch)
         num_experts, k = logits_NE.shape[-1], routing.experts_BK.shape[-1]
         chosen_NE = logits_NE >= logits_NE.sort(-1, descending=True).values[:, k - 1 : k]
         share_E = chosen_NE.to(logits_NE.dtype).sum(0) / (k * len(logits_NE))
@@ -126,9 +131,9 @@ def balance_by_hand(routings: Sequence[Routing], valid_BT: Tensor | None = None)
     return total
 
 
-def z_by_hand(routings: Sequence[Routing], valid_BT: Tensor | None = None) -> Tensor:
+def z_by_hand(routings: Sequence[Routing], batch: TokenBatch) -> Tensor:
     """The mean over valid tokens of each layer's squared log-sum-exp; summed over the layers."""
-    return sum(valid_logits(r, valid_BT).exp().sum(-1).log().square().mean() for r in routings)
+    return sum(valid(r.logits_BE, batch).exp().sum(-1).log().square().mean() for r in routings)
 
 
 def loss_by_hand(trainer: Trainer, batch: TokenBatch, alpha: float, c_z: float) -> Tensor:
@@ -136,7 +141,7 @@ def loss_by_hand(trainer: Trainer, batch: TokenBatch, alpha: float, c_z: float) 
     logits_BTV, routings = trainer.call(batch.tokens_BT, batch.valid_BT)
     targets_BT = batch.targets_BT.where(batch.valid_BT, -100)
     cross_entropy = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=-100)
-    return cross_entropy + alpha * balance_by_hand(routings, batch.valid_BT) + c_z * z_by_hand(routings, batch.valid_BT)
+    return cross_entropy + alpha * balance_by_hand(routings, batch) + c_z * z_by_hand(routings, batch)
 
 
 def gradient_by_hand(trainer: Trainer, batch: TokenBatch, **losses: float) -> Tensor:
@@ -200,6 +205,16 @@ def test_the_window_is_read_ahead_only_where_its_balance_needs_it(lonely: Any):
         assert ("load_LE" in trainer.prepare(trainer.call, batches, hyper)) is expected
 
 
+def test_what_is_read_ahead_meets_the_dropout_and_the_capacity_that_training_meets(lonely: Any):
+    training = begin(lonely(), accumulation_steps=3, padding=0.5, dropout=0.5, capacity_factor=1.0, **LOSSES)
+    window, trainer = training.draw_window(), training.trainer
+    read_LE = trainer.prepare(trainer.call, window, LOSSES)["load_LE"]
+    seen = [observed.routings for _, observed in trainer.update(window, LOSSES).seen]
+    for layer in (0, 1):
+        chosen = [valid(routings[layer].experts_BK, micro) for routings, micro in zip(seen, window, strict=True)]
+        assert torch.equal(read_LE[layer], torch.cat(chosen).flatten().bincount(minlength=4))
+
+
 def test_a_coefficient_of_zero_is_the_same_bits_as_no_z_loss(lonely: Any):
     with_term = timeless(run(lonely(log_every=1), c_z=0.0, steps=5))
     without = timeless(run(lonely(log_every=1), WithoutZ(), steps=5))
@@ -231,7 +246,7 @@ def test_checkpointing_changes_no_bit_and_counts_the_load_once(lonely: Any):
         router = training.trainer.blocks["router0"][0]
         router.data[1] = router.data[0]  # where one of these two wins, the other is exactly as good
         update, _, _ = training.advance()
-        observed.append((float(update.loss), training.workload.observe(training.config, update)))
+        observed.append((float(update.loss), observe(training, update)))
     assert observed[0] == observed[1]
     assert torch.equal(*(gradient(training.trainer) for training in trainings))
     metrics = observed[1][1]
@@ -264,10 +279,6 @@ def test_padding_counts_nowhere(lonely: Any):
     assert seen[0] == seen[1]
 
 
-def observe(training: Training, update: Any) -> dict[str, float]:
-    return dict(training.workload.observe(training.config, update))
-
-
 def test_what_is_said_of_the_routers_is_said_of_valid_tokens(lonely: Any):
     training = begin(lonely(), padding=0.9, accumulation_steps=3)
     window = training.draw_window()
@@ -276,9 +287,7 @@ def test_what_is_said_of_the_routers_is_said_of_valid_tokens(lonely: Any):
         routed = [training.model(micro.tokens_BT, micro.valid_BT, micro.noise)[1] for micro in window]
     metrics = observe(training, training.trainer.update(window, LOSSES))
     layers = [
-        torch.cat(
-            [valid_logits(routings[layer], micro.valid_BT) for routings, micro in zip(routed, window, strict=True)]
-        )
+        torch.cat([valid(routings[layer].logits_BE, micro) for routings, micro in zip(routed, window, strict=True)])
         for layer in (0, 1)
     ]
     assert [len(layer) for layer in layers] == [num_valid] * 2
@@ -346,6 +355,11 @@ def test_renormalize_auto_is_logged_as_what_it_means(k: int, resolved: bool):
         ({"k": 8, "num_experts": 4}, "k", "k=8 experts per token"),
         ({"bug": "bf16_router", "precision": "bf16-softmax"}, "bug", "a float32 router"),
         ({"bug": "renormalized_top1"}, "bug", "k: 1"),
+        (
+            {"bug": "renormalized_top1", "k": 1, "renormalize": True, "allow_dead_router": True},
+            "bug",
+            "renormalize: auto",
+        ),
         ({"bug": "padding_in_z", "c_z": 0.1}, "bug", "padding"),
         ({"bug": "padding_in_z", "padding": 0.5}, "bug", "c_z above 0"),
         ({"bug": "unscaled_accumulation"}, "bug", "accumulation_steps above 1"),

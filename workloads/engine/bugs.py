@@ -6,15 +6,14 @@ Nothing here is used unless a sweep asks for it by name (`bug: ...`). The loss t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
-from workloads.engine.update import Batch, Hyper, Trainer, clip_gradients, gradient_norms
+from workloads.engine.update import Batch, Hyper, Trainer, Update, clip_gradients, gradient_norms
 
 
 class NoZeroGrad(Trainer):
-    """Every gradient ever seen is applied again at each update."""
+    """Every gradient ever seen is applied again at each update. A resumed run begins the sum anew."""
 
     def clear_gradients(self) -> None:
         pass
@@ -28,7 +27,7 @@ class LossTimes40(Trainer):
 
 
 class UnscaledAccumulation(Trainer):
-    """The window's gradient is a sum: it grows with the number of micro-batches."""
+    """The window's gradient is a sum: it grows with the number of micro-batches. A clip that always acts hides it."""
 
     def gradient_shares(self, shares: Sequence[float]) -> Sequence[float]:
         return [1.0] * len(shares)
@@ -42,7 +41,7 @@ class MeanOfMeans(Trainer):
 
 
 class ClipBeforeUnscale(Trainer):
-    """The clip sees gradients 65536 times too large and leaves next to nothing of them."""
+    """The clip sees gradients 65536 times too large and leaves next to nothing of them; Adam does not mind."""
 
     def unscale_and_clip(self) -> tuple[dict[str, float], bool]:
         clipped = clip_gradients(self.parameters, gradient_norms(self.blocks)["total"], self.clip_norm)
@@ -53,10 +52,11 @@ class ClipBeforeUnscale(Trainer):
 class SchedulerPerMicroBatch(Trainer):
     """The learning rate runs through its schedule too early."""
 
-    def accumulate(self, window: Sequence[Batch], hyper: Hyper) -> tuple[Tensor, list[tuple[float, Any]]]:
+    def update(self, window: Sequence[Batch], hyper: Hyper) -> Update:
+        update = super().update(window, hyper)
         for _ in window[1:]:
             self.step_schedules()
-        return super().accumulate(window, hyper)
+        return update
 
 
 TRAINERS: dict[str, type[Trainer]] = {

@@ -31,7 +31,10 @@ class RenormalizedTop1(MoeLanguageModel):
 
 
 class DoubleCountedLoad(MoeLanguageModel):
-    """Every layer's routing is told twice, as a recomputation would: twice the load, twice alpha, twice c_z."""
+    """Every layer's routing is told twice, as a recomputation would: twice the load, twice alpha, twice c_z.
+
+    The metrics then tell of twice as many layers as there are.
+    """
 
     def routings(self, given: list[Routing]) -> list[Routing]:
         return [*given, *given]
