@@ -33,7 +33,7 @@ def dispatch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def layer(k: int, renormalize: bool, capacity_factor: float | None = None, dispatch: str = "padded") -> MoE:
-    source, way = torch.Generator().manual_seed(1), "dense" if dispatch == "dense" else "padded"
+    source, way = torch.Generator().manual_seed(1), "dense" if dispatch == "dense" else "queues"
     return MoE(WIDTH, 5, NUM_EXPERTS, k, renormalize, EXACT, source, capacity_factor, dispatch=way).double()
 
 
@@ -140,6 +140,13 @@ def test_uneven_queues_are_not_padded_and_in_16_bits_padded_lengths_recur():
     assert queue_lengths([60, 65, 57, 62], torch.bfloat16) == [72] * 4
     assert queue_lengths([2048] + [0] * 63, torch.float32) == [2048] + [0] * 63
     assert queue_lengths([2048] + [0] * 63, torch.bfloat16) == [2048] + [0] * 63
+    assert queue_lengths([9, 30, 0, 1], torch.float32, "cuda") == [30] * 4
+
+
+def test_a_capacity_that_is_a_whole_number_is_not_rounded_up_by_float_noise():
+    assert expert_capacity(400, 1, 8, 1.1) == 55
+    assert int(expert_capacity(torch.tensor(400), 1, 8, 1.1)) == 55
+    assert expert_capacity(401, 1, 8, 1.1) == 56
 
 
 def test_a_router_that_has_collapsed_gives_the_same_numbers():

@@ -265,12 +265,32 @@ def test_global_generators_belong_to_the_trial_and_are_given_back(lonely: Any):
     assert torch.equal(before[2], after[2])
 
 
-def test_evaluation_happens_when_due_and_always_at_the_last_step(lonely: Any):
-    config = CharConfig(**TINY | {"steps": 7}, eval_every=4)
-    reports = list(CharGpt().run(config, lonely(log_every=2)))
+def test_evaluation_happens_at_the_first_report_at_or_after_each_due_step_and_at_the_last_step(lonely: Any):
+    config = CharConfig(**TINY | {"steps": 13}, eval_every=4)
+    reports = list(CharGpt().run(config, lonely(log_every=3)))
     assert [(report.step, "val/loss" in report.metrics) for report in reports] == [
-        (2, False), (4, True), (6, False), (7, True),
+        (3, False), (6, True), (9, True), (12, True), (13, True),
     ]  # fmt: skip
+
+
+def test_two_trials_in_turns_draw_what_each_draws_alone(lonely: Any):
+    config = TrainingConfig(steps=3, batch_size=4)
+    alone = [[plain(report) for report in Noisy().run(config, lonely(seed, log_every=1))] for seed in (0, 1)]
+    turns = zip(*(Noisy().run(config, lonely(seed, log_every=1)) for seed in (0, 1)), strict=True)
+    assert [list(column) for column in zip(*([plain(one) for one in turn] for turn in turns), strict=True)] == alone
+
+
+def test_a_gradient_that_overflows_at_every_loss_scale_is_trouble_and_not_business_as_usual(lonely: Any):
+    class Overflowing(Descent):
+        def loss(self, call: Any, batch: Pack, hyper: Any) -> tuple[Tensor, Any]:
+            return call().sqrt(), batch.num_valid  # at 0: the loss is 0 and its slope infinite
+
+    context = lonely(log_every=10)
+    config = TrainingConfig(steps=30, batch_size=1, precision="fp16")
+    reports = list(Overflowing().run(config, context))
+    (finding,) = context.findings
+    assert finding.step == 17  # 65536 halved seventeen times is below 1
+    assert [math.isnan(report.metrics["train/loss"]) for report in reports] == [False, True, True, True]
 
 
 def test_evaluation_does_not_change_training(lonely: Any):
@@ -298,4 +318,6 @@ def test_forty_updates_end_at_the_loss_they_always_ended_at(
         (tmp_path / "words.txt").write_text(" ".join(words))
         settings = {**settings, "text": f"file:{tmp_path}/words.txt"}
     final = list(workload().run(config(**settings), lonely()))[-1]
-    assert final.metrics[metric] == pytest.approx(golden, rel=1e-4)  # measured: CPUs with other kernels differ by 1e-8
+    assert final.metrics[metric] == pytest.approx(
+        golden, rel=1e-5
+    )  # measured: other kernels (AVX2, none) differ by 1e-7

@@ -329,3 +329,23 @@ def test_what_does_not_fit_is_refused_by_name():
         gpt()(tokens(length=8))
     with pytest.raises(ValueError, match="heads=5 does not divide width=12"):
         gpt(heads=5)
+
+
+def test_a_feed_forward_that_draws_from_the_global_generator_draws_the_same_again_under_checkpointing():
+    class Drops(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = torch.nn.Linear(8, 8)
+
+        def forward(self, hidden_BTD: torch.Tensor, valid_BT: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+            return torch.nn.functional.dropout(self.map(hidden_BTD), 0.5), None
+
+    def gradients(checkpointing: bool) -> list[torch.Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            shape = GPTShape(5, 4, 2, 2, 8, tied=False, checkpointing=checkpointing)
+            model = GPT(shape, POLICIES["fp32"], torch.Generator().manual_seed(1), lambda layer: Drops())
+            model(torch.zeros(3, 4, dtype=torch.int64))[0].logsumexp(-1).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(torch.equal(*pair) for pair in zip(gradients(False), gradients(True), strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workloads.engine.precision import POLICIES, Precision, loss_scaler
 from workloads.engine.training import build_trainer
-from workloads.engine.update import Trainer, Update, clip_gradients, gradient_norms
+from workloads.engine.update import Trainer, Update, clip_gradients, gradient_norms, weighted
 from workloads.layers.router import router_z_loss
 from workloads.moe_router.config import Config
 from workloads.moe_router.model import MoeRegression, moe_loss
@@ -152,7 +152,7 @@ def gradient_of(window: Sequence[Batch], hyper: dict[str, float]) -> tuple[Tenso
 
 @pytest.mark.parametrize("sizes", [(16, 16), (8, 8, 8, 8), (8, 8, 8, 2), (1, 30)])
 def test_micro_batches_of_any_size_give_the_gradient_of_one_batch(sizes: tuple[int, ...]):
-    whole, hyper = batch(sum(sizes)), {"alpha": 0.0, "c_z": 0.01, "offset": 0.0}  # balance is not linear in the batch
+    whole, hyper = batch(sum(sizes)), {"alpha": 0.1, "c_z": 0.01, "offset": 0.0}
     parts = [whole.rows(indices) for indices in torch.split(torch.arange(sum(sizes)), list(sizes))]
     joined, one = gradient_of([whole], hyper)
     split, many = gradient_of(parts, hyper)
@@ -216,3 +216,9 @@ def test_the_same_loss_trains_several_trials_at_once_under_vmap():
         moe_loss(alone, rows, {name: values[member] for name, values in hypers.items()})[0].backward()
         for name, parameter in alone.named_parameters():
             assert (stacked[name].grad[member] - parameter.grad).abs().max() < 1e-11  # offset 300 rounds to 6e-14
+
+
+def test_what_is_off_is_off_also_where_it_is_not_finite():
+    assert weighted(0.0, lambda: torch.tensor(math.inf)) == 0.0
+    assert math.isnan(weighted(torch.tensor(0.0), lambda: torch.tensor(math.inf)))  # under vmap nobody looks
+    assert weighted(2.0, lambda: torch.tensor(3.0)) == 6.0

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Generator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from orchestrator.workload import Context
+
+Step = TypeVar("Step")
 
 
 def generator(context: Context, stream: str) -> torch.Generator:
@@ -42,17 +43,32 @@ def noise_seed(stream_seed: int, step: int, micro: int) -> int:
     return ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & (2**64 - 1)) >> 1
 
 
-@contextmanager
-def own_globals(seed: int) -> Iterator[None]:
-    """Seeds the global generators and puts them back as they were at the end."""
-    before = global_states()
+def with_own_globals(steps: Generator[Step], seed: int) -> Generator[Step]:
+    """The same items, made on global generators that start from `seed` and belong to `steps` alone.
+
+    Between two items the caller has its own back: other trials may draw in the meantime.
+    """
+    own = None
+    try:
+        while True:
+            callers = global_states()
+            set_global_states(own) if own else seed_globals(seed)
+            try:
+                item = next(steps)
+            except StopIteration:
+                return
+            finally:
+                own = global_states()
+                set_global_states(callers)
+            yield item
+    finally:
+        steps.close()
+
+
+def seed_globals(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        set_global_states(before)
 
 
 def global_states() -> dict[str, Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -21,11 +21,15 @@ from workloads.engine import checkpoint
 from workloads.engine.devices import choose_device
 from workloads.engine.optimizers import Groups, build_optimizer, build_schedules, decay_groups
 from workloads.engine.precision import POLICIES, loss_scaler
-from workloads.engine.random import generator, noise_seed, own_globals
+from workloads.engine.random import generator, noise_seed, with_own_globals
 from workloads.engine.tally import Tally
 from workloads.engine.training_config import TrainingConfig
 from workloads.engine.update import Batch, Blocks, Call, Hyper, Trainer, Update
 from workloads.engine.windows import Windows
+
+SMALLEST_LOSS_SCALE = (
+    1.0  # below it the scale makes gradients smaller than they are: what overflows then does so itself
+)
 
 
 class Data(Protocol):
@@ -88,11 +92,10 @@ class TrainingWorkload(ABC):
 
     def run(self, config: Any, context: Context) -> Iterator[Report]:
         """Trains to `config.steps`, from the last checkpoint if there is one."""
-        with own_globals(context.seed("globals")):
-            yield from train(self, config, context)
+        yield from with_own_globals(train(self, config, context), context.seed("globals"))
 
 
-def train(workload: TrainingWorkload, config: TrainingConfig, context: Context) -> Iterator[Report]:
+def train(workload: TrainingWorkload, config: TrainingConfig, context: Context) -> Generator[Report]:
     """Reports at the asked steps, at the last one, and at the first step that could not be used."""
     training = Training.begin(workload, config, context)
     while training.step < config.steps:
@@ -118,6 +121,7 @@ class Training:
     trainer: Trainer
     windows: Windows
     step: int = 0
+    evaluated_at: int = 0
     healthy: bool = True
     tally: Tally = field(default_factory=Tally)
 
@@ -132,8 +136,7 @@ class Training:
         windows = Windows(data.num_rows, config.batch_size, config.accumulation_steps, config.order, order)
         training = cls(workload, config, context, data.to(device), model, trainer, windows)
         if (saved := context.checkpoint.load()) is not None:
-            restored = checkpoint.from_bytes(saved, model, trainer, windows)
-            training.step, training.tally, training.healthy = restored
+            training.load_state_dict(checkpoint.from_bytes(saved))
         return training
 
     def advance(self) -> tuple[Update, Hyper, bool]:
@@ -160,9 +163,11 @@ class Training:
         return Report(self.step, {**metrics, **self.workload.observe(self.config, update), **self.evaluate(hyper)})
 
     def evaluate(self, hyper: Hyper) -> Mapping[str, float]:
-        every = self.config.eval_every
-        if every is not None and self.step % every and self.step != self.config.steps:
+        """At the first report at or after each due step, and at the last step."""
+        every = self.config.eval_every or 1
+        if self.step // every == self.evaluated_at // every and self.step != self.config.steps:
             return {}
+        self.evaluated_at = self.step
         self.model.eval()
         with torch.no_grad():
             metrics = self.workload.evaluate(self.config, self.model, self.data, hyper)
@@ -170,8 +175,32 @@ class Training:
         return metrics
 
     def save(self) -> None:
-        state = checkpoint.to_bytes(self.step, self.model, self.trainer, self.windows, self.tally, self.healthy)
-        self.context.checkpoint.save(self.step, state)
+        self.context.checkpoint.save(self.step, checkpoint.to_bytes(self.state_dict()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the updates after this step depend on, but the global generators."""
+        return {
+            "step": self.step,
+            "evaluated_at": self.evaluated_at,
+            "healthy": self.healthy,
+            "tally": asdict(self.tally),
+            "model": self.model.state_dict(),
+            "optimizer": self.trainer.optimizer.state_dict(),
+            "schedules": [schedule.state_dict() for schedule in self.trainer.schedules],
+            "scaler": self.trainer.scaler.state_dict(),
+            "windows": self.windows.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Strictly. Raises RuntimeError for weights that do not fit the model."""
+        self.step, self.evaluated_at, self.healthy = state["step"], state["evaluated_at"], state["healthy"]
+        self.tally = Tally(**state["tally"])
+        self.model.load_state_dict(state["model"], strict=True)
+        self.trainer.optimizer.load_state_dict(state["optimizer"])
+        for schedule, saved in zip(self.trainer.schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(saved)
+        self.trainer.scaler.load_state_dict(state["scaler"])
+        self.windows.load_state_dict(state["windows"])
 
 
 def build_trainer(workload: TrainingWorkload, config: TrainingConfig, model: nn.Module, device: str) -> Trainer:
@@ -190,9 +219,13 @@ def build_trainer(workload: TrainingWorkload, config: TrainingConfig, model: nn.
 
 
 def usable(update: Update, trainer: Trainer) -> bool:
-    """False when training cannot be trusted from here on. A step skipped by the loss scaler is business as usual."""
-    skipped = not update.applied and not trainer.scaler.is_enabled()
-    return not skipped and update.num_nonfinite_parameters == 0
+    """False when training cannot be trusted from here on.
+
+    A step skipped by the loss scaler is business as usual as long as a smaller scale can help.
+    """
+    if update.num_nonfinite_parameters:
+        return False
+    return update.applied or (trainer.scaler.is_enabled() and trainer.scaler.get_scale() >= SMALLEST_LOSS_SCALE)
 
 
 def describe_trouble(update: Update, step: int) -> Finding:

@@ -30,6 +30,11 @@ Prepare = Callable[[Call, Sequence[Any], Hyper], Hyper]
 Blocks = Mapping[str, Sequence[nn.Parameter]]
 
 
+def weighted(coefficient: Scalar, loss: Callable[[], Scalar]) -> Scalar:
+    """`coefficient * loss()`, and 0 for the plain number 0: off is off, also where the loss is not finite."""
+    return 0.0 if isinstance(coefficient, int | float) and coefficient == 0 else coefficient * loss()
+
+
 def nothing_to_prepare(call: Call, window: Sequence[Any], hyper: Hyper) -> Hyper:
     return hyper
 

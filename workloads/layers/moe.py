@@ -19,7 +19,7 @@ from workloads.engine.random import uniform_parameter
 from workloads.engine.update import Scalar
 from workloads.layers.router import Router, Routing, expert_capacity, route
 
-Dispatch = Literal["padded", "dense"]
+Dispatch = Literal["queues", "dense"]
 
 # How many of its places an expert may leave empty, on average, before it is faster to let each expert compute its own
 # rows. In 16 bits more, and places come in multiples: there a product of a shape not seen before is compiled first,
@@ -65,7 +65,7 @@ def _linear_one_by_one(inputs: Tensor, lengths: list[int], weights: Tensor, bias
 class MoE(nn.Module):
     """Router, experts and their weighted sum.
 
-    `dispatch` says how tokens reach experts; both ways give the same numbers. "padded" copies each token to a place of
+    `dispatch` says how tokens reach experts; both ways give the same numbers. "queues" copies each token to a place of
     its expert and is the fast one; "dense" runs every expert on every token and works under vmap, where the number of
     places may not depend on the data. The capacity holds in training only: evaluation drops no token.
     """
@@ -81,7 +81,7 @@ class MoE(nn.Module):
         source: torch.Generator,
         capacity_factor: float | None = None,
         learnable_offset: bool = False,
-        dispatch: Dispatch = "padded",
+        dispatch: Dispatch = "queues",
     ) -> None:
         super().__init__()
         self.router = Router(width, num_experts, learnable_offset, source)
@@ -100,7 +100,7 @@ class MoE(nn.Module):
         with torch.autocast(hidden_BD.device.type, enabled=False):
             capacity = self._capacity(len(hidden_BD) if valid_B is None else valid_B.sum())
             routing = route(logits_BE, self.k, self.renormalize, self.precision.router_softmax, capacity, valid_B)
-            run = run_padded if self.dispatch == "padded" else run_dense
+            run = run_queues if self.dispatch == "queues" else run_dense
             return run(self.experts, hidden_BD.to(self.precision.compute), routing), routing
 
     def _capacity(self, num_tokens: int | Tensor) -> int | Tensor | None:
@@ -109,11 +109,12 @@ class MoE(nn.Module):
         return expert_capacity(num_tokens, self.k, self.num_experts, self.capacity_factor)
 
 
-def run_padded(experts: Experts, hidden_BD: Tensor, routing: Routing) -> Tensor:
+def run_queues(experts: Experts, hidden_BD: Tensor, routing: Routing) -> Tensor:
     """Copies of the tokens in one queue an expert; an assignment without a place gives zeros."""
     num_experts, k, width = routing.logits_BE.shape[-1], routing.experts_BK.shape[-1], hidden_BD.shape[-1]
     asked = torch.where(routing.kept_BK, routing.experts_BK, num_experts).flatten()
-    lengths = queue_lengths(torch.bincount(asked, minlength=num_experts + 1)[:-1].tolist(), hidden_BD.dtype)
+    load = torch.bincount(asked, minlength=num_experts + 1)[:-1].tolist()
+    lengths = queue_lengths(load, hidden_BD.dtype, hidden_BD.device.type)
     num_rows = sum(lengths)
     rows_BK = _first_rows(lengths, routing.experts_BK) + routing.places_BK
     slots = torch.where(routing.kept_BK, rows_BK, num_rows).flatten()
@@ -131,12 +132,15 @@ def _first_rows(lengths: list[int], experts_BK: Tensor) -> Tensor:
     return torch.tensor([0, *accumulate(lengths[:-1])], device=experts_BK.device)[experts_BK]
 
 
-def queue_lengths(load: list[int], dtype: torch.dtype) -> list[int]:
+def queue_lengths(load: list[int], dtype: torch.dtype, device: str = "cpu") -> list[int]:
     """How many rows each expert computes: as many as the fullest one has, so that one batched product does all.
 
-    Where the load is so uneven that this wastes more than it saves, each expert computes its own `load[e]`: a router
-    that has collapsed on one expert then costs no more than one that balances, in time and in memory.
+    Where the load is so uneven that on a CPU this wastes more than it saves, each expert computes its own `load[e]`: a
+    router that has collapsed on one expert then costs no more than one that balances, in time and in memory.
+    Elsewhere, where a kernel's launch weighs more than its work, it is always one batched product.
     """
+    if device != "cpu":
+        return [max(load)] * len(load)
     num_places, worth = max(load), EMPTY_PLACES_WORTH_PADDING
     if dtype.itemsize == 2:
         num_places = math.ceil(num_places / PLACES_STEP_16_BIT) * PLACES_STEP_16_BIT

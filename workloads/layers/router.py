@@ -16,6 +16,8 @@ from workloads.engine.precision import Precision, at_least_float32
 from workloads.engine.random import uniform_parameter
 from workloads.engine.update import Scalar
 
+ROUNDING = 1e-9  # 1.1 * 400 / 8 is 55.00000000000001 in float64, and no reason for a 56th place
+
 
 class Routing(NamedTuple):
     """Where each token goes.
@@ -126,8 +128,8 @@ def expert_capacity(
     if capacity_factor is None:
         return None
     if isinstance(num_tokens, Tensor):
-        return (capacity_factor * num_tokens.double() * k / num_experts).ceil()
-    return math.ceil(capacity_factor * num_tokens * k / num_experts)
+        return (capacity_factor * num_tokens.double() * k / num_experts - ROUNDING).ceil()
+    return math.ceil(capacity_factor * num_tokens * k / num_experts - ROUNDING)
 
 
 def one_hot(indices: Tensor, num_classes: int) -> Tensor:

@@ -172,10 +172,8 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, Routing | None]:
         if not (self.shape.checkpointing and torch.is_grad_enabled()):
             return block(hidden_BTD, valid_BT, noise)  # type: ignore[no-any-return]
-        # No block touches a global generator, so there is none to restore before recomputing.
-        return checkpoint(  # type: ignore[no-any-return]
-            block, hidden_BTD, valid_BT, noise, use_reentrant=False, preserve_rng_state=False
-        )
+        # The states of the global generators are kept for the recomputation: a feed-forward may draw from them.
+        return checkpoint(block, hidden_BTD, valid_BT, noise, use_reentrant=False)  # type: ignore[no-any-return]
 
     def _read(self, hidden_BTD: Tensor) -> Tensor:
         compute = self.precision.compute

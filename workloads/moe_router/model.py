@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workloads.engine.precision import POLICIES, Precision, at_least_float32
-from workloads.engine.update import Blocks, Hyper, Scalar
+from workloads.engine.update import Blocks, Hyper, Scalar, weighted
 from workloads.layers.linear import Linear
 from workloads.layers.moe import Dispatch, MoE
 from workloads.layers.router import Routing, load_balance_loss, router_z_loss
@@ -29,7 +29,7 @@ class MoeRegression(nn.Module):
         config: Config,
         source: torch.Generator,
         precision: Precision | None = None,
-        dispatch: Dispatch = "padded",
+        dispatch: Dispatch = "queues",
     ) -> None:
         super().__init__()
         self.precision = precision or POLICIES[config.precision]
@@ -79,9 +79,10 @@ def moe_loss(call: Callable[..., Any], batch: Batch, hyper: Hyper) -> tuple[Tens
     depends on a value, so the whole may run under vmap.
     """
     prediction_BO, routing = call(batch.inputs_NI, hyper["offset"])
+    load_E = cast("Tensor | None", hyper.get("load_E"))
     mse = F.mse_loss(prediction_BO, batch.targets_NO)
-    balance = load_balance_loss(
-        routing.probabilities_BE, routing.experts_BK, load_E=cast("Tensor | None", hyper.get("load_E"))
+    balance = weighted(
+        hyper["alpha"], lambda: load_balance_loss(routing.probabilities_BE, routing.experts_BK, load_E=load_E)
     )
-    loss = mse + hyper["alpha"] * balance + hyper["c_z"] * router_z_loss(routing.logits_BE)
-    return loss, Seen(mse, routing)
+    z = weighted(hyper["c_z"], lambda: router_z_loss(routing.logits_BE))
+    return mse + balance + z, Seen(mse, routing)
