@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchestrator.trial import Report
 from orchestrator.workload import FieldConflict, describe
-from workloads.char_gpt.config import METRICS, Config
-from workloads.char_gpt.text import load_text
+from workloads.char_gpt.bugs import PLANTED, plant
+from workloads.char_gpt.config import METRICS, Bug, Config
+from workloads.char_gpt.text import Text, load_text
 from workloads.char_gpt.train import CharGpt, shape_of
 from workloads.data.tokens import TokenBatch
-from workloads.engine.precision import Precision
+from workloads.engine.precision import POLICIES, Precision, loss_scaler
 from workloads.engine.training import Training, build_trainer
 from workloads.engine.update import Trainer
 from workloads.layers.transformer import GPT
@@ -43,6 +44,7 @@ BUGS: dict[str, dict[str, Any]] = {
     "mean_of_means": {"accumulation_steps": 3, "padding": 0.9, "optimizer": "sgd", "clip_norm": None},
     "scheduler_per_micro_batch": {"accumulation_steps": 3, "schedule": "linear", "steps": 12},
 }
+UNMOVED: dict[str, Any] = {"bug": "scheduler_per_micro_batch", "accumulation_steps": 2, "min_lr_share": 1}
 
 
 def run(config: Config, context: Any) -> list[Report]:
@@ -220,6 +222,13 @@ def test_held_out_figures_agree_with_torchs_cross_entropy(lonely: Any):
 # The planted bugs
 
 
+def test_every_bug_that_can_be_asked_for_is_planted_and_only_where_it_is():
+    assert {"none", *PLANTED} == {"none", *BUGS} == set(get_args(Bug))
+    assert [bug for bug in get_args(Bug) if plant(bug, Text) is not Text] == ["unshifted_targets"]
+    assert plant("none", Trainer) is plant("unshifted_targets", Trainer) is Trainer
+    assert plant("no_zero_grad", Trainer) is PLANTED["no_zero_grad"]
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_changes_training_and_nothing_before_it(lonely: Any, bug: str):
     healthy, planted = (begin(lonely(), **BUGS[bug], bug=name) for name in ("none", bug))
@@ -240,12 +249,16 @@ def test_under_a_bug_of_the_update_the_reported_loss_is_still_the_right_one(lone
 @pytest.mark.parametrize(
     ("settings", "needed"),
     [
+        ({"bug": "no_zero_grad", "precision": "fp16"}, "needs fp32 or bf16"),
         ({"bug": "clip_before_unscale"}, "precision: fp16"),
         ({"bug": "clip_before_unscale", "precision": "fp16", "clip_norm": None}, "a clip_norm"),
         ({"bug": "unscaled_accumulation"}, "accumulation_steps above 1"),
         ({"bug": "mean_of_means", "padding": 0.5}, "accumulation_steps above 1"),
         ({"bug": "mean_of_means", "accumulation_steps": 2}, "padding above 0"),
-        ({"bug": "scheduler_per_micro_batch", "accumulation_steps": 2}, "a schedule that is not constant"),
+        ({"bug": "mean_of_means", "accumulation_steps": 2, "order": "epochs"}, "padding above 0"),
+        ({"bug": "scheduler_per_micro_batch", "accumulation_steps": 2}, "a learning rate that moves"),
+        ({**UNMOVED, "schedule": "cosine"}, "min_lr_share below 1"),
+        ({**UNMOVED, "schedule": "linear", "warmup_steps": 1}, "warmup_steps above 1"),  # that one is already at lr
         ({"bug": "scheduler_per_micro_batch", "schedule": "cosine"}, "accumulation_steps above 1"),
     ],
 )
@@ -253,6 +266,11 @@ def test_a_bug_that_would_change_nothing_is_refused_at_its_field(settings: dict[
     with pytest.raises(ValidationError, match=needed) as caught:
         Config(**settings)
     assert conflict(caught.value).name == "bug"
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_warm_up_alone_moves_the_schedule_that_a_bug_can_run_through(schedule: str):
+    assert Config(**UNMOVED, schedule=schedule, warmup_steps=2).bug == "scheduler_per_micro_batch"
 
 
 @pytest.mark.parametrize(
@@ -272,6 +290,20 @@ def test_loss_times_40_makes_every_gradient_40_times_as_large(lonely: Any):
     assert {name: norm / norms[0][name] for name, norm in norms[1].items()} == pytest.approx(
         dict.fromkeys(norms[0], 40.0), abs=5e-5
     )
+
+
+def test_under_sgd_a_loss_times_40_is_a_learning_rate_times_40(lonely: Any):
+    sgd: dict[str, Any] = {"optimizer": "sgd", "clip_norm": None, "weight_decay": 0, "steps": 30}
+    begun = weights(begin(lonely(), **LEARNING | sgd).trainer)
+    loud, fast = (
+        begin(lonely(), **LEARNING | sgd | settings)
+        for settings in ({"lr": 2e-3, "bug": "loss_times_40"}, {"lr": 8e-2})
+    )
+    losses = [[float(training.advance()[0].loss) for _ in range(30)] for training in (loud, fast)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # 40 g rounds differently from g, 6e-8 each time
+    moved = (weights(fast.trainer) - begun).norm()
+    assert moved > 0.1 * begun.norm()
+    assert (weights(loud.trainer) - weights(fast.trainer)).norm() < 1e-4 * moved
 
 
 def test_detached_positions_have_a_gradient_of_zero_and_stay_as_they_were(lonely: Any):
@@ -319,7 +351,7 @@ def test_a_clip_before_unscaling_leaves_a_65536th_of_the_update(lonely: Any):
     assert float(applied[0].norm()) == pytest.approx(0.1, rel=1e-5)
     assert float(applied[0].norm() / applied[1].norm()) == pytest.approx(65536, rel=1e-4)
     assert float(torch.cosine_similarity(*applied, dim=0)) == pytest.approx(1, abs=1e-6)
-    assert planted.norms["total"] == pytest.approx(0.1 / 65536, rel=1e-4)  # which gives the bug away
+    assert planted.norms == healthy.norms  # a bug of the update, not of what is said about it; 65536 rounds nothing
 
 
 def test_unscaled_accumulation_multiplies_the_gradient_by_the_number_of_micro_batches(lonely: Any):
@@ -331,6 +363,24 @@ def test_unscaled_accumulation_multiplies_the_gradient_by_the_number_of_micro_ba
         dict.fromkeys(plain.norms, 3.0), abs=1e-4
     )
     assert torch.allclose(gradient(planted.trainer), 3 * gradient(healthy.trainer), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("bug", "expected"), [("none", 3.25), ("mean_of_means", 2.5)])
+def test_two_targets_of_loss_1_and_six_of_loss_4_have_the_mean_of_eight_targets(bug: str, expected: float):
+    weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def call(tokens_BT: Tensor, valid_BT: Tensor, noise: int) -> tuple[Tensor, list[Any]]:
+        """Logits of two symbols that make the first one's surprise `weight` times the token that was read."""
+        other_BT = torch.log(torch.expm1(weight * tokens_BT))
+        return torch.stack([torch.zeros_like(other_BT), other_BT], -1), []
+
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.0), loss_scaler(POLICIES["fp32"], "cpu")
+    trainer = plant(bug, Trainer)(call, CharGpt().loss, {"all": [weight]}, optimizer, scaler)
+    targets_BT = torch.zeros(1, 6, dtype=torch.int64)
+    short = TokenBatch(torch.tensor([[1, 1, 9, 9, 9, 9]]), targets_BT, torch.arange(6)[None] < 2)
+    full = TokenBatch(torch.full((1, 6), 4), targets_BT, torch.arange(6)[None] < 6)
+    assert float(trainer.update([short, full], {}).loss) == pytest.approx(3.25, abs=1e-12)  # said right under the bug
+    assert float(gradient(trainer)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_mean_of_means_weighs_a_micro_batch_of_two_targets_like_one_of_six(lonely: Any):

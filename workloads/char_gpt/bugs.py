@@ -5,11 +5,22 @@ Nothing here is used unless a sweep asks for it by name (`bug: ...`).
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor
 
 from workloads.char_gpt.text import Text
 from workloads.data.tokens import TokenBatch
+from workloads.engine.bugs import TRAINERS
 from workloads.layers.transformer import PositionEmbedding
+
+Part = TypeVar("Part")
+
+
+def plant(bug: str, part: type[Part]) -> type[Part]:
+    """The part with the bug in it if that is where the bug is, otherwise the part itself."""
+    planted = PLANTED.get(bug, part)
+    return planted if issubclass(planted, part) else part
 
 
 class UnshiftedText(Text):
@@ -25,3 +36,10 @@ class DetachedPositions(PositionEmbedding):
 
     def forward(self, num_positions: int) -> Tensor:
         return super().forward(num_positions).detach()
+
+
+PLANTED: dict[str, type] = {
+    **TRAINERS,
+    "unshifted_targets": UnshiftedText,
+    "detached_positions": DetachedPositions,
+}

@@ -92,23 +92,33 @@ class Config(TrainingConfig):
 
     @model_validator(mode="after")
     def _check_bug(self) -> Config:
-        """A bug that changes nothing under the other settings would pass for one that no check finds."""
-        wanted = {
+        """A bug that cannot do its harm under the other settings would pass for one that no check finds."""
+        shows, needed = self.bug_needs().get(self.bug, (True, ""))
+        if not shows:
+            raise FieldConflict("bug", f"{self.bug} cannot show itself here; it needs {needed}")
+        return self
+
+    def bug_needs(self) -> dict[str, tuple[bool, str]]:
+        """Of each bug that other settings may hide: whether they let it show itself, and what it needs."""
+        several = self.accumulation_steps > 1
+        moves = self.warmup_steps > 1 or (self.schedule != "constant" and self.min_lr_share < 1)
+        return {
+            "no_zero_grad": (
+                self.precision != "fp16",
+                "fp32 or bf16 (under fp16 the gradients that were kept would be unscaled again, to nothing)",
+            ),
             "clip_before_unscale": (
                 self.precision == "fp16" and self.clip_norm is not None,
                 "precision: fp16 and a clip_norm",
             ),
-            "unscaled_accumulation": (self.accumulation_steps > 1, "accumulation_steps above 1"),
+            "unscaled_accumulation": (several, "accumulation_steps above 1"),
             "mean_of_means": (
-                self.accumulation_steps > 1 and (self.padding > 0 or self.order == "epochs"),
-                "accumulation_steps above 1 and micro-batches that differ in size: padding above 0, or order: epochs",
+                several and self.padding > 0,
+                "accumulation_steps above 1, and padding above 0 for micro-batches that differ in what they count",
             ),
             "scheduler_per_micro_batch": (
-                self.accumulation_steps > 1 and (self.schedule != "constant" or self.warmup_steps > 0),
-                "accumulation_steps above 1 and a schedule that is not constant",
+                several and moves,
+                "accumulation_steps above 1 and a learning rate that moves: warmup_steps above 1, or a schedule that "
+                "is not constant with min_lr_share below 1",
             ),
         }
-        matters, needed = wanted.get(self.bug, (True, ""))
-        if not matters:
-            raise FieldConflict("bug", f"{self.bug} changes nothing here; it needs {needed}")
-        return self

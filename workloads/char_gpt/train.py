@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchestrator.workload import Context
-from workloads.char_gpt.bugs import DetachedPositions, UnshiftedText
+from workloads.char_gpt.bugs import plant
 from workloads.char_gpt.config import METRICS
 from workloads.char_gpt.config import Config as CharConfig
 from workloads.char_gpt.text import Text, load_text
 from workloads.data.tokens import TokenBatch, describe_surprise, token_surprise
-from workloads.engine.bugs import TRAINERS
 from workloads.engine.precision import POLICIES
 from workloads.engine.training import TrainingWorkload
 from workloads.engine.update import Blocks, Call, Hyper, Trainer, Update
@@ -39,15 +38,14 @@ class CharGpt(TrainingWorkload):
     metrics: ClassVar[tuple[str, ...]] = METRICS
 
     def data(self, config: CharConfig, context: Context) -> Text:
-        text = load_text(config, context)
-        return UnshiftedText(**vars(text)) if config.bug == "unshifted_targets" else text
+        return plant(config.bug, Text)(**vars(load_text(config, context)))
 
     def build(self, config: CharConfig, data: Text, source: torch.Generator) -> GPT:
-        positions = DetachedPositions if config.bug == "detached_positions" else PositionEmbedding
+        positions = plant(config.bug, PositionEmbedding)
         return GPT(shape_of(config, data), POLICIES[config.precision], source, positions=positions)
 
     def trainer(self, config: CharConfig, **parts: Any) -> Trainer:
-        return TRAINERS.get(config.bug, Trainer)(**parts)
+        return plant(config.bug, Trainer)(**parts)
 
     def loss(self, call: Call, batch: TokenBatch, hyper: Hyper) -> tuple[Tensor, Seen]:
         logits_BTV, routings = call(batch.tokens_BT, batch.valid_BT, batch.noise)

@@ -44,9 +44,11 @@ class ClipBeforeUnscale(Trainer):
     """The clip sees gradients 65536 times too large and leaves next to nothing of them; Adam does not mind."""
 
     def unscale_and_clip(self) -> tuple[dict[str, float], bool]:
-        clipped = clip_gradients(self.parameters, gradient_norms(self.blocks)["total"], self.clip_norm)
+        scaled = gradient_norms(self.blocks)
+        clipped = clip_gradients(self.parameters, scaled["total"], self.clip_norm)
         self.scaler.unscale_(self.optimizer)
-        return gradient_norms(self.blocks), clipped
+        scale = self.scaler.get_scale()
+        return {name: norm / scale for name, norm in scaled.items()}, clipped
 
 
 class SchedulerPerMicroBatch(Trainer):

@@ -31,13 +31,10 @@ class RenormalizedTop1(MoeLanguageModel):
 
 
 class DoubleCountedLoad(MoeLanguageModel):
-    """Every layer's routing is told twice, as a recomputation would: twice the load, twice alpha, twice c_z.
+    """The recomputation under activation checkpointing counts once more: twice the load, and so twice alpha."""
 
-    The metrics then tell of twice as many layers as there are.
-    """
-
-    def routings(self, given: list[Routing]) -> list[Routing]:
-        return [*given, *given]
+    def counted(self, num_assignments: Tensor) -> Tensor:
+        return 2 * num_assignments
 
 
 class PaddingInZ(MoeLanguageModel):

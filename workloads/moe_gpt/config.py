@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from orchestrator.workload import FieldConflict, fusible
+from orchestrator.workload import fusible
 from workloads.char_gpt.config import METRICS as CHAR_METRICS
+from workloads.char_gpt.config import Bug as CharBug
 from workloads.char_gpt.config import Config as CharConfig
 from workloads.layers.moe_config import MoeConfig
 
@@ -37,21 +38,7 @@ METRICS = (
     "grad/preclip/experts*",
 )
 
-Bug = Literal[
-    "none",
-    "no_zero_grad",
-    "unshifted_targets",
-    "loss_times_40",
-    "detached_positions",
-    "clip_before_unscale",
-    "unscaled_accumulation",
-    "mean_of_means",
-    "scheduler_per_micro_batch",
-    "bf16_router",
-    "renormalized_top1",
-    "double_counted_load",
-    "padding_in_z",
-]
+Bug = Literal[CharBug, "bf16_router", "renormalized_top1", "double_counted_load", "padding_in_z"]
 
 
 class Config(MoeConfig, CharConfig):
@@ -63,18 +50,21 @@ class Config(MoeConfig, CharConfig):
     c_z: float = fusible(0.0, ge=0, description="coefficient of the router z-loss of each layer")
     bug: Bug = Field("none", description="a planted silent bug")  # type: ignore[assignment]  # four more than there
 
-    @model_validator(mode="after")
-    def _check_router_bug(self) -> Config:
-        """As for the other bugs: one that changes nothing is refused."""
-        wanted = {
+    def bug_needs(self) -> dict[str, tuple[bool, str]]:
+        chooses = self.num_experts > 1
+        return {
+            **super().bug_needs(),
             "bf16_router": (
-                self.precision in ("fp32", "fp16", "bf16-selective"),
-                "a precision with a float32 router: fp32, fp16 or bf16-selective",
+                chooses and self.precision in ("fp32", "fp16", "bf16-selective"),
+                "num_experts above 1 and a precision with a float32 router: fp32, fp16 or bf16-selective",
             ),
-            "renormalized_top1": (self.k == 1 and not self.renormalize, "k: 1 and renormalize: auto"),
-            "padding_in_z": (self.padding > 0 and self.c_z > 0, "padding and c_z above 0"),
+            "renormalized_top1": (
+                chooses and self.k == 1 and not self.renormalize,
+                "num_experts above 1, k: 1 and renormalize: auto",
+            ),
+            "double_counted_load": (chooses and self.alpha > 0, "num_experts above 1 and alpha above 0"),
+            "padding_in_z": (
+                chooses and self.padding > 0 and self.c_z > 0,
+                "num_experts above 1, padding and c_z above 0",
+            ),
         }
-        matters, needed = wanted.get(self.bug, (True, ""))
-        if not matters:
-            raise FieldConflict("bug", f"{self.bug} changes nothing here; it needs {needed}")
-        return self

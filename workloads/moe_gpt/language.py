@@ -11,17 +11,19 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from workloads.char_gpt.bugs import DetachedPositions
+from workloads.char_gpt.bugs import plant
 from workloads.char_gpt.text import Text
 from workloads.char_gpt.train import CharGpt, Seen, mean_cross_entropy, shape_of
 from workloads.data.tokens import TokenBatch
-from workloads.engine.precision import POLICIES, Precision
-from workloads.engine.update import Call, Hyper, Update
-from workloads.layers.router import Routing, expert_load, load_balance_loss, router_z_loss
+from workloads.engine.precision import POLICIES, Precision, at_least_float32
+from workloads.engine.update import Call, Hyper, Update, weighted
+from workloads.layers.router import Routing, expert_load, masked_mean, router_z_loss
 from workloads.layers.router_metrics import joined, logit_metrics, router_metrics, to_floats
 from workloads.layers.transformer import GPT, PositionEmbedding
 from workloads.moe_gpt.config import METRICS, Config
 from workloads.moe_gpt.experts import MoeFeedForward
+
+COUNTS = ("router/load/", "router/assignments")  # metrics that grow with the number of assignments counted
 
 
 class MoeLanguageModel(CharGpt):
@@ -32,12 +34,11 @@ class MoeLanguageModel(CharGpt):
     def build(self, config: Config, data: Text, source: torch.Generator) -> GPT:  # type: ignore[override]
         shape, precision = shape_of(config, data), self.precision(config)
         renormalize = self.renormalize(config)
-        positions = DetachedPositions if config.bug == "detached_positions" else PositionEmbedding
 
         def feed_forward(layer: int) -> nn.Module:
             return MoeFeedForward(config, shape, precision, renormalize, source)
 
-        return GPT(shape, precision, source, feed_forward, positions)
+        return GPT(shape, precision, source, feed_forward, plant(config.bug, PositionEmbedding))
 
     def precision(self, config: Config) -> Precision:
         return POLICIES[config.precision]
@@ -49,27 +50,35 @@ class MoeLanguageModel(CharGpt):
         return {"alpha": config.alpha, "c_z": config.c_z}
 
     def prepare(self, call: Call, window: Sequence[TokenBatch], hyper: Hyper) -> Hyper:
-        """The load of each layer over the whole window, which the balance loss of each micro-batch refers to."""
+        """Each layer's load over the whole window, in shares: the balance loss of each micro-batch refers to it."""
         if len(window) == 1 or hyper["alpha"] == 0:
             return hyper
         with torch.no_grad():
-            routed = [self.routings(call(micro.tokens_BT, micro.valid_BT, micro.noise)[1]) for micro in window]
-        return {**hyper, "load_LE": torch.stack([_loads(routings) for routings in routed]).sum(0)}
+            routed = [call(micro.tokens_BT, micro.valid_BT, micro.noise)[1] for micro in window]
+        return {**hyper, "share_LE": self.shares(routed)}
 
     def loss(self, call: Call, batch: TokenBatch, hyper: Hyper) -> tuple[Tensor, Seen]:
-        logits_BTV, given = call(batch.tokens_BT, batch.valid_BT, batch.noise)
-        routings = self.routings(given)
+        logits_BTV, routings = call(batch.tokens_BT, batch.valid_BT, batch.noise)
         cross_entropy = mean_cross_entropy(logits_BTV, batch.targets_BT, batch.valid_BT)
-        loads_LE = cast(Tensor, hyper.get("load_LE", _loads(routings)))
-        pairs = list(zip(routings, loads_LE, strict=True))
-        balance = sum(load_balance_loss(r.probabilities_BE, r.experts_BK, r.valid_B, load_E) for r, load_E in pairs)
-        z = sum(self.z_loss(routing) for routing in routings)
-        loss = cross_entropy + hyper["alpha"] * balance + hyper["c_z"] * z
-        return loss, Seen(cross_entropy.detach(), routings)
+        balance = weighted(hyper["alpha"], lambda: self.balance_loss(routings, hyper))
+        z = weighted(hyper["c_z"], lambda: sum(self.z_loss(routing) for routing in routings))
+        return cross_entropy + balance + z, Seen(cross_entropy.detach(), routings)
 
-    def routings(self, given: list[Routing]) -> list[Routing]:
-        """What the layers did, once each."""
-        return given
+    def balance_loss(self, routings: Sequence[Routing], hyper: Hyper) -> Tensor:
+        """E * sum_i f_i P_i, summed over the layers: f_i of the whole window, P_i the mean over these valid tokens."""
+        share_LE = cast(Tensor, hyper["share_LE"]) if "share_LE" in hyper else self.shares([routings])
+        mean_LE = torch.stack([masked_mean(at_least_float32(r.probabilities_BE), r.valid_B) for r in routings])
+        return (mean_LE.shape[-1] * (share_LE.to(mean_LE) * mean_LE).sum(-1)).sum()
+
+    def shares(self, routed: Sequence[Sequence[Routing]]) -> Tensor:
+        """f_i, each expert's share of the k * num_valid assignments of some micro-batches; float64 [L, E]."""
+        load_LE = torch.stack([_loads(routings) for routings in routed]).sum(0)
+        num_valid = torch.stack([routings[0].valid_B.sum() for routings in routed]).sum()
+        return self.counted(load_LE).double() / (num_valid * routed[0][0].experts_BK.shape[-1]).clamp(min=1)
+
+    def counted(self, num_assignments: Tensor) -> Tensor:
+        """Each assignment counts once, also where the backward pass recomputes it."""
+        return num_assignments
 
     def z_loss(self, routing: Routing) -> Tensor:
         return router_z_loss(routing.logits_BE, routing.valid_B)
@@ -81,6 +90,7 @@ class MoeLanguageModel(CharGpt):
         metrics = router_metrics([routing for routings in layers for routing in routings], config.k)
         by_layer = [_layer_metrics(routings, config.k) for routings in layers]
         metrics["router/load_max_over_mean"] = torch.stack([one["router/load_max_over_mean"] for one in by_layer]).max()
+        metrics |= {name: self.counted(value) for name, value in metrics.items() if name.startswith(COUNTS)}
         named = {f"{name}/layer{layer}": value for layer, one in enumerate(by_layer) for name, value in one.items()}
         return {**super().observe(config, update), **to_floats({**metrics, **named})}
 
@@ -100,4 +110,4 @@ def _loads(routings: Sequence[Routing]) -> Tensor:
 
 def _layer_metrics(routings: Sequence[Routing], k: int) -> Mapping[str, Tensor]:
     metrics = router_metrics(routings, k)
-    return {name: value for name, value in metrics.items() if not name.startswith(("router/load/", "router/assign"))}
+    return {name: value for name, value in metrics.items() if not name.startswith(COUNTS)}
