@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -37,6 +37,15 @@ class WorkloadConfig(BaseModel):
     """Base of the shipped configs: frozen, strict, no unknown fields, no infinities unless a field allows them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def refuse_idle(self, used: Collection[str], choice: str) -> None:
+        """Raises FieldConflict for a field that was set and is not `used` where the field `choice` is as it is.
+
+        An axis without effect would look like a finding. The seed is a replicate and may always be set.
+        """
+        if idle := self.model_fields_set - {*used, choice, "seed"}:
+            name, value = min(idle), getattr(self, choice)
+            raise FieldConflict(name, f"{name} does nothing with {choice}: {value}; leave it out or change {choice}")
 
 
 def fusible(default: Any, **constraints: Any) -> Any:

@@ -1,7 +1,9 @@
 """Keeps a trial's saved states in a folder beside its artifacts. Knows nothing of what is in a state.
 
 A file is whole or not there: it is written under another name, flushed and renamed. Its first line says which config
-it belongs to and what follows, so a torn or foreign file is recognised and the one before it is used.
+it belongs to and what follows, so a torn or foreign file is recognised and the one before it is used; and that the
+trial had diverged by then, which its next attempt would not see. Its name says which attempt wrote it: a worker that
+outlives its attempt changes nothing for the ones after.
 """
 
 from __future__ import annotations
@@ -13,22 +15,32 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from pydantic import BaseModel
 
 from orchestrator.execution.job import Job, Sink
+from orchestrator.execution.verdict import Divergence, Verdict
 from orchestrator.tracking.artifacts import checkpoint_folder
 from orchestrator.trial import Finding, Severity, config_hash
 from orchestrator.workload import flatten
 
 MAGIC = "orch-checkpoint-1"
-HEADER_LIMIT = 256  # bytes; every first line is shorter
+HEADER = re.compile(rf"{MAGIC} (\w+) (\w+) (\d+)(?: (-?\d+) (.+))?\n")
+"""Owner, digest of the state, its size in bytes; step and reason of the divergence, if there was one."""
+HEADER_LIMIT = 2048  # bytes; every first line is shorter
 CHECK_NAME = "checkpoint"
 
 
 class Unusable(Exception):
     """A file from which this trial cannot go on; says why."""
+
+
+class Place(NamedTuple):
+    """What a file's name says. Of two states that of the later attempt counts, whatever its step."""
+
+    attempt: int
+    step: int
 
 
 def owner_of(workload: str, config: BaseModel) -> str:
@@ -41,7 +53,7 @@ def first_step_of(artifact_uri: str, owner: str) -> int:
 
     Looks at first lines and sizes only: a state may be large.
     """
-    return next((step_of(path) + 1 for path in newest_first(artifact_uri) if _is_usable(path, owner)), 0)
+    return next((place.step + 1 for place, path in newest_first(artifact_uri) if _is_usable(path, owner)), 0)
 
 
 def forget(artifact_uri: str) -> None:
@@ -50,39 +62,40 @@ def forget(artifact_uri: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest_first(artifact_uri: str) -> list[Path]:
-    """The files of a run's states, the highest step first."""
+def newest_first(artifact_uri: str) -> list[tuple[Place, Path]]:
+    """The files of a run's states, those of the last attempt first and in it the highest step."""
     folder = checkpoint_folder(artifact_uri)
     if folder is None or not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if re.fullmatch(r"step-\d+", path.name)), key=step_of)[::-1]
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    return sorted(((place, path) for place, path in _files(folder) if not path.name.startswith(".")), reverse=True)
 
 
 class RunCheckpoint:
     """The states of one attempt, see `orchestrator.workload.Checkpoint`. Keeps two; none where the store is remote."""
 
-    def __init__(self, job: Job, owner: str, sink: Sink) -> None:
-        self._job, self._owner, self._sink = job, owner, sink
+    def __init__(self, job: Job, owner: str, sink: Sink, verdict: Verdict) -> None:
+        self._job, self._owner, self._sink, self._verdict = job, owner, sink, verdict
         self._folder = checkpoint_folder(job.artifact_uri)
         self._last: Path | None = None  # loaded or saved
 
     def load(self) -> bytes | None:
-        for path in newest_first(self._job.artifact_uri):
+        for place, path in newest_first(self._job.artifact_uri):
             try:
-                state = _read(path, self._owner)
-                if step_of(path) >= self._job.first_step:  # the ledger says where this attempt's points begin
-                    raise Unusable("it came after this attempt began")
+                state, divergence = _read(path, self._owner)
+                self._refuse_later(place)
             except Unusable as error:
-                message = f"the checkpoint of step {step_of(path)} is not used: {error}"
+                message = f"the checkpoint of step {place.step} is not used: {error}"
                 self._warn(message, "training goes on from the one before it, or else from the start")
             else:
                 self._last = path
+                self._verdict.divergence = self._verdict.divergence or divergence
                 return state
         return None
+
+    def _refuse_later(self, place: Place) -> None:
+        """The ledger says where this attempt's points begin; a worker that could not be stopped may have gone on."""
+        if place.attempt != self._job.attempt and place.step >= self._job.first_step:
+            raise Unusable("it came after this attempt began")
 
     def due(self, step: int) -> bool:
         return self._folder is not None and step > 0 and step % self._job.checkpoint_every == 0
@@ -91,11 +104,11 @@ class RunCheckpoint:
         if self._folder is None:
             return
         self._sink.sync()  # else the next attempt could go on behind reports that were lost
-        path = self._folder / f"step-{step}"
+        path = self._folder / f"step-{step}.attempt-{self._job.attempt}"
         try:
-            _write(path, self._owner, state)
+            _write(path, self._owner, state, self._verdict.divergence)
             if path != self._last:
-                _remove_all_but({path, self._last or path})
+                _remove_others({path, self._last or path}, self._job.attempt)
         except OSError as error:
             message = f"checkpoints cannot be kept in {self._folder}: {error.strerror or error}"
             self._warn(message, "training goes on; interrupted now, it starts again at the last one that was kept")
@@ -106,12 +119,20 @@ class RunCheckpoint:
         self._sink.finding(self._job, Finding(CHECK_NAME, Severity.WARNING, message, advice))
 
 
-def _write(path: Path, owner: str, state: bytes) -> None:
+def _files(folder: Path) -> Iterator[tuple[Place, Path]]:
+    """States and, with a dot before their names, drafts."""
+    for path in folder.iterdir():
+        if found := re.fullmatch(r"\.?step-(\d+)\.attempt-(\d+)", path.name):
+            yield Place(attempt=int(found[2]), step=int(found[1])), path
+
+
+def _write(path: Path, owner: str, state: bytes, divergence: Divergence | None) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}")
+    told = f" {divergence.step} {divergence.reason}" if divergence else ""
     try:
         with draft.open("wb") as file:
-            file.write(f"{MAGIC} {owner} {_digest(state)} {len(state)}\n".encode())
+            file.write(f"{MAGIC} {owner} {_digest(state)} {len(state)}{told}\n".encode())
             file.write(state)
             file.flush()
             os.fsync(file.fileno())
@@ -125,19 +146,20 @@ def _write(path: Path, owner: str, state: bytes) -> None:
         os.close(folder)
 
 
-def _remove_all_but(kept: set[Path]) -> None:
-    for other in next(iter(kept)).parent.iterdir():
-        if other not in kept:
-            other.unlink(missing_ok=True)
+def _remove_others(kept: set[Path], attempt: int) -> None:
+    """Removes what this attempt and those before it have no more use for; what later ones wrote is theirs."""
+    for place, path in list(_files(next(iter(kept)).parent)):
+        if place.attempt <= attempt and path not in kept:
+            path.unlink(missing_ok=True)
 
 
-def _read(path: Path, owner: str) -> bytes:
-    """The state in a file. Raises Unusable."""
-    with _opened(path, owner) as (file, digest):
+def _read(path: Path, owner: str) -> tuple[bytes, Divergence | None]:
+    """The state in a file, and where the trial had diverged by then. Raises Unusable."""
+    with _opened(path, owner) as (file, digest, divergence):
         state = file.read()
     if _digest(state) != digest:
         raise Unusable("its content is not what was written")
-    return state
+    return state, divergence
 
 
 def _is_usable(path: Path, owner: str) -> bool:
@@ -149,18 +171,19 @@ def _is_usable(path: Path, owner: str) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, owner: str) -> Iterator[tuple[BinaryIO, str]]:
-    """The file, read up to its state, and the digest that the state must have. Raises Unusable."""
+def _opened(path: Path, owner: str) -> Iterator[tuple[BinaryIO, str, Divergence | None]]:
+    """The file, read up to its state, the digest that the state must have, and the divergence. Raises Unusable."""
     try:
         with path.open("rb") as file:
-            words = file.readline(HEADER_LIMIT).decode(errors="replace").split()
-            if len(words) != 4 or words[0] != MAGIC:
+            header = HEADER.fullmatch(file.readline(HEADER_LIMIT).decode(errors="replace"))
+            if header is None:
                 raise Unusable("it is no checkpoint of this version of orch")
-            if words[1] != owner:
+            its_owner, digest, size_bytes, step, reason = header.groups()
+            if its_owner != owner:
                 raise Unusable("it belongs to another workload or config")
-            if words[3] != str(os.fstat(file.fileno()).st_size - file.tell()):
+            if int(size_bytes) != os.fstat(file.fileno()).st_size - file.tell():
                 raise Unusable("it was not written to its end")
-            yield file, words[2]
+            yield file, digest, Divergence(int(step), reason) if step else None
     except OSError as error:
         raise Unusable(f"it cannot be read ({error.strerror or error})") from error
 

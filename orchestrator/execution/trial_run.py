@@ -7,7 +7,6 @@ import math
 import socket
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,22 +15,20 @@ from pydantic import BaseModel
 
 from orchestrator.execution.checkpoints import RunCheckpoint, owner_of
 from orchestrator.execution.job import Job, Sink
+from orchestrator.execution.verdict import Verdict
 from orchestrator.tracking.artifacts import store_file
 from orchestrator.tracking.recorder import MetricError, legal_key, real_number, whole_step
-from orchestrator.trial import Failure, Finding, Outcome, Report, Severity, TrialState
+from orchestrator.trial import Failure, Finding, Outcome, Report, Severity
 from orchestrator.workload import Description, describe
 
 if TYPE_CHECKING:  # commands that train nothing need not load it
     import numpy as np
 
-TRAINING_LOSS = "train/loss"
-NONFINITE_PARAMETERS = "params/nonfinite"  # a workload that counts them here is judged by them
-
 
 class TrialContext:
     """What a workload may ask of us: see `orchestrator.workload.Context`."""
 
-    def __init__(self, job: Job, sink: Sink, config: BaseModel) -> None:
+    def __init__(self, job: Job, sink: Sink, config: BaseModel, verdict: Verdict) -> None:
         self.trial = job.number
         self.attempt = job.attempt
         self.device = job.device
@@ -39,7 +36,7 @@ class TrialContext:
         self._job = job
         self._sink = sink
         self._trial_seed = int(getattr(config, "seed", 0))
-        self.checkpoint = RunCheckpoint(job, owner_of(job.workload, config), sink)
+        self.checkpoint = RunCheckpoint(job, owner_of(job.workload, config), sink, verdict)
 
     @property
     def stopping(self) -> bool:
@@ -63,47 +60,6 @@ class TrialContext:
 
     def artifact(self, path: Path, name: str | None = None) -> None:
         store_file(self._job.artifact_uri, path, name)
-
-
-class Verdict:
-    """What the reports so far say about the trial."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.objective: float | None = None
-        self.last_step: int | None = None
-        self.diverged_at: int | None = None
-        self.reason = ""
-        self.keys: set[str] = set()
-
-    def see(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.last_step = step
-        self.keys.update(metrics)
-        self.objective = metrics.get(self.job.metric, self.objective)
-        if self.diverged_at is None and (reason := _divergence(metrics, self.job.metric)):
-            self.diverged_at, self.reason = step, f"{reason} at step {step}"
-
-    def outcome(self, stopped: bool) -> Outcome:
-        if self.diverged_at is not None:
-            state, failure = TrialState.DIVERGED, Failure.NONE
-        elif stopped:
-            state, failure, self.reason = TrialState.KILLED, Failure.NONE, "interrupted"
-        elif self.objective is None:
-            state, failure = TrialState.FAILED, Failure.NO_OBJECTIVE
-            seen = ", ".join(sorted(self.keys)) or "nothing"
-            self.reason = f"never reported {self.job.metric!r}; it reported {seen}"
-        else:
-            state, failure = TrialState.FINISHED, Failure.NONE
-        return Outcome(state, self.objective, self.last_step, self.diverged_at, self.reason, failure=failure)
-
-
-def _divergence(metrics: Mapping[str, float], objective: str) -> str:
-    for key in dict.fromkeys((TRAINING_LOSS, objective)):
-        value = metrics.get(key, 0.0)
-        if not math.isfinite(value):
-            return f"{key} is {value}"
-    count = metrics.get(NONFINITE_PARAMETERS, 0)
-    return f"{count:.0f} parameters are not finite" if count else ""
 
 
 class Keys:
@@ -139,11 +95,11 @@ def run_trial(job: Job, sink: Sink) -> Outcome:
         stopped = _train(job, sink, verdict)
         outcome = verdict.outcome(stopped)
     except TrialTimeout as timeout:
-        outcome = _failed(verdict, str(timeout), Failure.TIMEOUT, "")
+        outcome = verdict.failed(str(timeout), Failure.TIMEOUT)
     except MetricError as error:
-        outcome = _failed(verdict, str(error), Failure.EXCEPTION, "")
+        outcome = verdict.failed(str(error), Failure.EXCEPTION)
     except (Exception, SystemExit) as error:  # the boundary between the user's code and ours: kept, shown, counted
-        outcome = _failed(verdict, f"{type(error).__name__}: {error}", _kind(error), traceback.format_exc())
+        outcome = verdict.failed(f"{type(error).__name__}: {error}", _kind(error), traceback.format_exc())
     sink.sync()
     return replace(outcome, seconds=time.monotonic() - started, host=socket.gethostname())
 
@@ -158,20 +114,11 @@ class TrialTimeout(Exception):
     """The attempt ran longer than `resources.trial_time`."""
 
 
-def _failed(verdict: Verdict, reason: str, failure: Failure, error: str) -> Outcome:
-    first_line = reason.split("\n")[0][:500]
-    if verdict.diverged_at is not None:  # it trained on after that; how it ended then does not undo the result
-        return replace(verdict.outcome(stopped=False), error=error or reason)
-    return Outcome(
-        TrialState.FAILED, verdict.objective, verdict.last_step, None, first_line, error or reason, failure=failure
-    )
-
-
 def _train(job: Job, sink: Sink, verdict: Verdict) -> bool:
     """Feeds every report to the sink and the verdict; returns True if the sweep was stopped before the trial ended."""
     workload = describe(job.workload)
     config = workload.resolve(job.params)
-    context = TrialContext(job, sink, config)
+    context = TrialContext(job, sink, config, verdict)
     keys = Keys(job, sink, workload)
     deadline = time.monotonic() + job.trial_time_s if job.trial_time_s else math.inf
     last_timestamp_ms, was_told = 0, False
@@ -186,7 +133,7 @@ def _train(job: Job, sink: Sink, verdict: Verdict) -> bool:
             last_timestamp_ms = timestamp_ms
             sink.record(job, step, timestamp_ms, metrics)
             verdict.see(step, metrics)
-            if verdict.diverged_at is not None and job.stop_diverged:
+            if verdict.divergence is not None and job.stop_diverged:
                 return False
             if was_told:  # it does not look at `context.stopping`
                 return True

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from orchestrator.errors import NotFound, WorkloadBroken
 from orchestrator.spec.cross_fields import check_combinations
+from orchestrator.spec.devices import device_notes, refuse_cuda_without_gpu
 from orchestrator.spec.document import Node, head_comment, parse_document
 from orchestrator.spec.domains import Grid
 from orchestrator.spec.faces import WorkloadFace, WorkloadOf
@@ -105,6 +106,9 @@ class _Parser:
         workload = self._workload(workload_of)
         search = read_search(entries.get("search"), problems)
         params = self._params(workload, search) if workload else Params()
+        resources = read_resources(entries.get("resources"), problems)
+        refuse_cuda_without_gpu(params, resources, self._where, problems)
+        effectless = (f"{key}: {why}" for key, why in NO_EFFECT_YET.items() if key in entries)
         return SweepSpec(
             name=self._name(name),
             workload=top.read("workload", text, ""),
@@ -112,7 +116,7 @@ class _Parser:
             fixed=params.fixed,
             axes=params.axes,
             search=search,
-            resources=read_resources(entries.get("resources"), problems),
+            resources=resources,
             retries=read_retries(top),
             stop_diverged=read_stop(entries.get("stop"), problems),
             unstable=read_unstable(entries.get("unstable"), workload, params, problems),
@@ -124,7 +128,7 @@ class _Parser:
             preflight=top.read("preflight", flag, True),
             checkpoint_every=top.read("checkpoint_every", whole(1), 100),
             file_name=self.file_name,
-            notes=(*params.notes, *(f"{key}: {why}" for key, why in NO_EFFECT_YET.items() if key in entries)),
+            notes=(*params.notes, *device_notes(params, resources), *effectless),
         )
 
     def _name(self, given: str | None) -> str:

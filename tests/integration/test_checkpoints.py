@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ KILLED = -signal.SIGKILL  # inline, the worker that dies is the whole command
 
 def steps_saved(orch: Orch, name: str) -> list[int]:
     files = Path(orch.env["ORCH_HOME"]).glob(f"artifacts/{name}-*/*/artifacts-checkpoints/step-*")
-    return sorted(int(path.name.removeprefix("step-")) for path in files)
+    return sorted(int(path.stem.removeprefix("step-")) for path in files)
 
 
 def newest_file(orch: Orch, name: str) -> Path:
     step = steps_saved(orch, name)[-1]
-    (path,) = Path(orch.env["ORCH_HOME"]).glob(f"artifacts/{name}-*/*/artifacts-checkpoints/step-{step}")
+    (path,) = Path(orch.env["ORCH_HOME"]).glob(f"artifacts/{name}-*/*/artifacts-checkpoints/step-{step}.*")
     return path
 
 
@@ -84,6 +85,31 @@ def test_a_killed_command_is_resumed_at_the_last_checkpoint(orch: Orch, name: st
     assert steps_saved(orch, name) == [20, 30]
     orch(*command, "--resume")
     assert spans(server_url, name) == [(1, 30, 1, 30), (2, 70, 31, 100)]
+
+
+STUMBLES = """
+    import math
+    from orch_lab import Counter
+    from orchestrator.trial import Report
+
+    class Stumbles(Counter):
+        def run(self, config, context):
+            for report in super().run(config, context):
+                yield Report(report.step, {"train/loss": math.nan}) if report.step == 12 else report
+"""
+
+
+def test_a_loss_that_was_nan_before_the_checkpoint_is_not_forgotten_by_the_next_attempt(
+    orch: Orch, name: str, server_url: str
+) -> None:
+    (orch.folder / f"lab_{name}.py").write_text(textwrap.dedent(STUMBLES))
+    there = Orch({**orch.env, "PYTHONPATH": str(orch.folder)}, orch.folder)
+    text = (COUNTER % 37).replace("orch_lab:Counter", f"lab_{name}:Stumbles") + "    stop: {diverged: false}\n"
+    command = ("sweep", there.sweep_file(text, name), "--inline")
+    there(*command, expect=KILLED)
+    there(*command, "--resume")
+    query = "select state, attempts, diverged_at, last_step, reason from orch.runs where sweep = %(sweep)s"
+    assert ask(server_url, query, name) == [("diverged", 2, 12, 100, "train/loss is nan at step 12")]
 
 
 def test_a_torn_checkpoint_falls_back_to_the_one_before_with_a_warning(orch: Orch, name: str, server_url: str) -> None:

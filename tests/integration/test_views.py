@@ -414,7 +414,11 @@ def test_a_reference_that_failed_or_is_not_there_leaves_it_unknown(lab: Lab) -> 
             lab.log(trial, "val/loss", {0: 1.0 / k**2})
             lab.end(trial, state if k == 1 else TrialState.FINISHED)
     lab.end(lab.begin(sweep, {"k": 2, "seed": 9}))
-    assert unstable_of(lab, "lonely") == [True, False, None, None, True, False, None]
+    for seed, last in enumerate((NAN, -INF, 1.0), 10):  # none of them has a partner, but two need none
+        trial = lab.begin(sweep, {"k": 2, "seed": seed})
+        lab.log(trial, "val/loss", {0: last})
+        lab.end(trial)
+    assert unstable_of(lab, "lonely") == [True, False, None, None, True, False, None, True, True, None]
 
 
 def test_a_changed_rule_judges_the_trials_that_are_there(lab: Lab) -> None:

@@ -161,6 +161,7 @@ def test_a_clip_before_the_unscaling_shrinks_the_update_by_the_loss_scale_withou
 
 
 def test_torch_refuses_to_unscale_a_window_twice(lonely: Any):
+    # A fact of torch that ours relies on: an update that measured its gradient twice would fail, not shrink in silence.
     config, context = Config(precision="fp16"), lonely()
     trainer = start(config, context, "fp16", Trainer).trainer
     trainer.accumulate(draw_windows(config, context)[0], {})
@@ -199,6 +200,14 @@ def test_a_skipped_update_is_no_step_of_the_schedule(measured: Any, scheduler_on
     assert (metrics["relative_diff"] < 5e-3) == (scheduler_on == "real")
 
 
+def test_nothing_is_compared_before_the_first_update(lonely: Any):
+    config = Config(window_sizes=EQUAL, num_examples=64, overflow_at=1)
+    first, last = Accumulation().run(config, lonely(log_every=1))
+    assert {"relative_diff", "change_ratio", "cosine"} & first.metrics.keys() == set()
+    assert (first.metrics["max_abs_diff"], first.metrics["num_updates"]) == (0, 0)
+    assert last.metrics["relative_diff"] < 1e-5
+
+
 def test_the_loss_of_masked_examples_alone_is_zero_and_not_a_quotient_of_zeros():
     masked = Examples(torch.randn(2, 12), torch.tensor([0, 1]), torch.zeros(2), 0)
     network = Network("none", POLICIES["fp32"], torch.Generator().manual_seed(0))
@@ -231,6 +240,10 @@ def test_every_metric_it_reports_is_declared_and_every_declared_one_is_reported(
     ("settings", "message"),
     [
         ({"clip_at": "micro"}, "set clip_norm"),
+        ({"clip_at": "before_unscale", "clip_norm": 0.2}, "set precision: fp16"),
+        ({"scheduler_on": "always"}, "set overflow_at"),
+        ({"last_window": "drop"}, "set num_examples"),
+        ({"last_window": "drop", "num_examples": 25}, "set num_examples"),  # four micro-batches, the last one of 1
         ({"norm_layer": "batchnorm", "num_examples": 25}, "micro-batch of 1"),
         ({"overflow_at": 1}, "num_examples makes 1"),
         ({"overflow_at": 3, "num_examples": 52}, "num_examples makes 2"),

@@ -143,8 +143,18 @@ def test_every_declared_metric_is_reported(lonely: Any):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"layers": []}, {"layers": [4, 0, 1]}, {"a": math.nan}, {"accumulate": "add_up"}, {"num_examples": 0}]
+    ("settings", "message"),
+    [
+        ({"expression": "mlp", "layers": []}, "at least 1 item"),
+        ({"expression": "mlp", "layers": [4, 0, 1]}, "greater than or equal to 1"),
+        ({"expression": "mlp", "num_examples": 0}, "greater than or equal to 1"),
+        ({"a": math.nan}, "finite"),
+        ({"accumulate": "add_up"}, "'add' or 'assign'"),
+        ({"layers": [8, 1]}, "layers does nothing with expression: product"),
+        ({"expression": "mlp", "a": 3.0}, "a does nothing with expression: mlp"),
+    ],
+    ids=str,
 )
-def test_a_config_that_makes_no_sense_is_refused(settings: dict[str, Any]):
-    with pytest.raises(ValueError, match="validation error"):
+def test_a_config_that_makes_no_sense_is_refused_with_the_reason(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         Config(**settings)

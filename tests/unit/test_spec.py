@@ -40,7 +40,8 @@ class Config(WorkloadConfig):
     c_z: float = Field(0.0, ge=0)
     k: int = Field(1, ge=1)
     num_experts: int = 8
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     lr: float = Field(1e-3, gt=0)
     clip_norm: float | None = None
     checkpointing: bool = False
@@ -383,6 +384,19 @@ def test_rules_between_fields_are_tried_even_in_a_grid_too_large_to_try_whole():
     assert any(
         "k=100 experts" in line for line in complaints(HEAD + f"params: {{steps: {grid}, seed: {grid}, k: {grid}}}\n")
     )
+
+
+@pytest.mark.parametrize("line", ["device: cuda", "device: {grid: [cpu, cuda]}"])
+def test_a_gpu_that_no_trial_is_given_is_refused_at_the_line_that_wants_it(line):
+    assert only(param(line)).startswith("t.yaml:4  params.device  cuda, but a trial is given no GPU")
+    assert parse(param(line) + "resources: {gpu: 0.5}").resources.gpu == 0.5
+
+
+def test_fp16_on_a_cpu_is_said_to_be_slow():
+    (note,) = parse(param("precision: {grid: [fp32, fp16]}")).notes
+    assert note.startswith("params.precision: fp16 on a CPU is 12-20 x slower")
+    assert parse(param("precision: fp16") + "resources: {gpu: 1}").notes == ()
+    assert parse(param("precision: bf16")).notes == ()
 
 
 def test_a_number_of_trials_that_no_ledger_wants_is_refused():

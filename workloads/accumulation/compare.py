@@ -72,13 +72,9 @@ def start(config: Config, context: Context, precision: str, kind: type[Trainer])
 
 
 def measure(run: Run, combined: Run) -> dict[str, float]:
-    ours_P, theirs_P = run.change(), combined.change()
-    ours, theirs = ours_P.norm().item(), theirs_P.norm().item()
     metrics = {
+        **compare_changes(run.change(), combined.change()),
         "max_abs_diff": (run.weights() - combined.weights()).abs().max().item(),
-        "relative_diff": (ours_P - theirs_P).norm().item() / theirs,
-        "change_ratio": ours / theirs,
-        "cosine": torch.cosine_similarity(ours_P, theirs_P, dim=0).item(),
         "grad/preclip/total": run.norm,
         "combined/grad/preclip/total": combined.norm,
         "num_updates": run.num_updates,
@@ -90,6 +86,18 @@ def measure(run: Run, combined: Run) -> dict[str, float]:
     if run.trainer.scaler.is_enabled():
         metrics["scaler/scale"] = run.trainer.scaler.get_scale()
     return {**metrics, **measure_norm(run.network.norm, combined.network.norm)}
+
+
+def compare_changes(ours_P: Tensor, theirs_P: Tensor) -> dict[str, float]:
+    """Nothing as long as the combined run has not changed: 0/0 as the sweep's metric would pass for a divergence."""
+    theirs = theirs_P.norm().item()
+    if theirs == 0:
+        return {}
+    return {
+        "relative_diff": (ours_P - theirs_P).norm().item() / theirs,
+        "change_ratio": ours_P.norm().item() / theirs,
+        "cosine": torch.cosine_similarity(ours_P, theirs_P, dim=0).item(),
+    }
 
 
 def measure_norm(ours: nn.Module, theirs: nn.Module) -> dict[str, float]:

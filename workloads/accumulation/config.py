@@ -19,6 +19,7 @@ NUM_CLASSES = 5
 
 METRICS = (
     # "Change" is that of all weights since the start; with one window and learning rate 1 it is minus the gradient.
+    # What compares two changes is not reported before the combined run's first update.
     "max_abs_diff",  # largest difference of a weight from the combined run's
     "relative_diff",  # norm of the difference of the two changes, over the norm of the combined run's change
     "change_ratio",  # norm of the change, over that of the combined run
@@ -87,11 +88,24 @@ class Config(WorkloadConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.clip_at != "combined" and self.clip_norm is None:
-            raise FieldConflict("clip_at", f"clip_at={self.clip_at} without a clip; set clip_norm")
         if self.norm_layer == "batchnorm" and min(map(min, self.windows)) == 1:
             raise FieldConflict("norm_layer", "batchnorm has no variance of a micro-batch of 1; take larger ones")
         if self.overflow_at is not None and not self.overflow_at <= len(self.windows) >= 2:
             count = f"num_examples makes {len(self.windows)}"
             raise FieldConflict("overflow_at", f"overflow_at={self.overflow_at} skips one window of several; {count}")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_idle_deviations(self) -> Config:
+        """A wrong way that changes nothing would pass for a harmless one."""
+        if self.clip_at != "combined" and self.clip_norm is None:
+            raise FieldConflict("clip_at", f"clip_at={self.clip_at} without a clip; set clip_norm")
+        if self.clip_at == "before_unscale" and self.precision != "fp16":
+            raise FieldConflict("clip_at", "clip_at=before_unscale without a loss scale; set precision: fp16")
+        if self.scheduler_on == "always" and self.overflow_at is None:
+            raise FieldConflict("scheduler_on", "scheduler_on=always without a skipped update; set overflow_at")
+        if self.last_window == "drop" and len(self.windows[-1]) == len(self.window_sizes):
+            raise FieldConflict(
+                "last_window", "last_window=drop without a window of too few micro-batches; set num_examples"
+            )
         return self

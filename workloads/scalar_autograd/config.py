@@ -2,14 +2,14 @@
 
 `product` is relu(a b + c) a, in which `a` is used twice. `mlp` is a small ReLU network with the squared error of a few
 examples, summed; its weights (uniform within 1, biases 0) and inputs depend on the seed, its targets are 1, -1, 1, ...
-There is one report, at step 1. Nothing is trained.
+A field of the other expression is refused. There is one report, at step 1. Nothing is trained.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from orchestrator.workload import WorkloadConfig
 
@@ -27,6 +27,9 @@ METRICS = (
     "relative_diff",  # max_abs_diff over grad/max_abs; NaN where that is 0
 )
 
+USED_BY_BOTH = ("accumulate", "reference")
+USED_BY = {"product": ("a", "b", "c"), "mlp": ("num_inputs", "layers", "num_examples")}
+
 
 class Config(WorkloadConfig):
     expression: Literal["product", "mlp"] = Field("product", description="what is differentiated")
@@ -41,3 +44,8 @@ class Config(WorkloadConfig):
     layers: list[Annotated[int, Field(ge=1)]] = Field([4, 4, 1], min_length=1, description="mlp only: widths")
     num_examples: int = Field(4, ge=1, description="mlp only")
     seed: int = Field(0, ge=0, description="mlp only: of weights and inputs")
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        self.refuse_idle((*USED_BY_BOTH, *USED_BY[self.expression]), "expression")
+        return self

@@ -15,9 +15,10 @@
 --   objective, last_step   the sweep's metric at the last report, may be non-finite; null while there is none
 --   cell, sample           its grid axes without the seed; number of the sampled configuration in the cell, or null
 --   config                 the whole resolved config, defaults included, by dotted field name
---   unstable               true: diverged, or its last value of the metric that the sweep's `unstable` names is beyond
---                          the bound, NaN and infinity included; false: neither. null: without a result, or it never
---                          reported that metric, or the trial it is held against has no finite result above 0
+--   unstable               true: diverged, or its last value of the metric that the sweep's `unstable` names is NaN or
+--                          infinite, whatever it is held against, or beyond the bound; false: neither. null: without a
+--                          result, or it never reported that metric, or it ended at a finite value and the trial it is
+--                          held against has no finite result above 0
 create view orch.runs as
 select
     trial.run_id,

@@ -7,7 +7,7 @@
 --   unstable               how many of the n are unstable: diverged, or beyond what the sweep's `unstable` says
 --   share                  unstable / n; null while n is 0
 --   low, high              95 % Wilson score interval of the share, within 0..1; null while n is 0
---   unknown                results that are not in n: what they are held against has no result, or diverged
+--   unknown                results that are not in n: orch.runs.unstable is null, see there
 --
 -- Wilson (1927), z = 1.959963984540054: sound at shares of 0 and 1 and at n = 3, where p +- 1.96 s.e. is not.
 create view orch.stability as
