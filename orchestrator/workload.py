@@ -319,6 +319,10 @@ def _sql_type(annotation: Any) -> str:
 
 
 def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:  # its constraints are checked, and too long to read
+        return _type_name(get_args(annotation)[0])
+    if get_origin(annotation) is list:
+        return f"list[{', '.join(map(_type_name, get_args(annotation)))}]"
     if isinstance(annotation, type):
         return annotation.__name__
     return str(annotation).replace("typing.", "")

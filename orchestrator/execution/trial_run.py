@@ -19,7 +19,7 @@ from orchestrator.execution.verdict import Verdict
 from orchestrator.tracking.artifacts import store_file
 from orchestrator.tracking.recorder import MetricError, legal_key, real_number, whole_step
 from orchestrator.trial import Failure, Finding, Outcome, Report, Severity
-from orchestrator.workload import Description, describe
+from orchestrator.workload import Description, Workload, describe
 
 if TYPE_CHECKING:  # commands that train nothing need not load it
     import numpy as np
@@ -92,7 +92,10 @@ def run_trial(job: Job, sink: Sink) -> Outcome:
     """Trains one attempt to its end. Never raises for what the workload does: a trial may die, the sweep goes on."""
     verdict, started = Verdict(job), time.monotonic()
     try:
-        stopped = _train(job, sink, verdict)
+        workload = describe(job.workload)
+        implementation = workload.load()
+        started = time.monotonic()  # what the first trial of a process imports is not its cost
+        stopped = _train(job, sink, verdict, workload, implementation)
         outcome = verdict.outcome(stopped)
     except TrialTimeout as timeout:
         outcome = verdict.failed(str(timeout), Failure.TIMEOUT)
@@ -114,15 +117,14 @@ class TrialTimeout(Exception):
     """The attempt ran longer than `resources.trial_time`."""
 
 
-def _train(job: Job, sink: Sink, verdict: Verdict) -> bool:
+def _train(job: Job, sink: Sink, verdict: Verdict, workload: Description, implementation: Workload) -> bool:
     """Feeds every report to the sink and the verdict; returns True if the sweep was stopped before the trial ended."""
-    workload = describe(job.workload)
     config = workload.resolve(job.params)
     context = TrialContext(job, sink, config, verdict)
     keys = Keys(job, sink, workload)
     deadline = time.monotonic() + job.trial_time_s if job.trial_time_s else math.inf
     last_timestamp_ms, was_told = 0, False
-    reports = workload.load().run(config, context)
+    reports = implementation.run(config, context)
     try:
         for report in reports:
             step = whole_step(report.step)

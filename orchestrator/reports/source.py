@@ -69,7 +69,7 @@ def unstable_in_words(rule: Mapping[str, Any]) -> str:
     side = "above" if "above" in rule else "below"
     reference = ", ".join(f"{axis}={short(value)}" for axis, value in rule["relative_to"].items())
     times = f" x that of the trial with {reference}, all else equal" if reference else ""
-    return f"unstable: {rule['metric']} {side} {short(rule[side])}{times}; diverged trials always"
+    return f"unstable: {rule['metric']} {side} {rule[side]:.15g}{times}; diverged trials always"
 
 
 def sweep_names(query: Query) -> list[str]:

@@ -35,7 +35,7 @@ def read_unstable(
     converters = RATIOS if reference is not None else BOUNDS
     bounds = {side: section.read(side, convert, 0.0) for side, convert in converters.items() if side in section.entries}
     if len(bounds) != 1:
-        problems.add(node.where, PATH, f"needs one bound, above or below; {EXAMPLE}")
+        problems.add(node.where, PATH, f"needs one bound, either above or below; {EXAMPLE}")
     side, bound = next(iter(bounds.items()), ("above", 0.0))
     return Unstable(metric, "below" if side == "below" else "above", bound, relative_to)
 

@@ -116,7 +116,7 @@ def test_a_shorter_row_is_padded_at_its_end_and_counts_its_own_targets_only():
 
 def test_a_text_shorter_than_a_row_is_refused():
     assert num_starts(torch.arange(9), 8) == 1
-    with pytest.raises(ValueError, match="8 characters are too few for a context of 8"):
+    with pytest.raises(ValueError, match="has 8 characters; rows of context=8 need 9 at least"):
         num_starts(torch.arange(8), 8)
 
 

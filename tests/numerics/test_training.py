@@ -252,7 +252,7 @@ def test_a_checkpoint_loads_with_and_without_compile(
 def test_a_checkpoint_of_another_model_is_refused(lonely: Any):
     context = lonely(stop_after=2)
     list(CharGpt().run(CharConfig(**TINY), context))
-    with pytest.raises(RuntimeError, match=r"size mismatch"):
+    with pytest.raises(ValueError, match=r"does not fit this model"):
         list(CharGpt().run(CharConfig(**TINY | {"width": 16}), lonely(checkpoint=context.checkpoint)))
 
 
@@ -291,6 +291,17 @@ def test_a_gradient_that_overflows_at_every_loss_scale_is_trouble_and_not_busine
     (finding,) = context.findings
     assert finding.step == 17  # 65536 halved seventeen times is below 1
     assert [math.isnan(report.metrics["train/loss"]) for report in reports] == [False, True, True, True]
+
+
+def test_under_fp16_a_loss_that_is_not_finite_is_trouble_at_its_own_step(lonely: Any):
+    class Broken(Descent):
+        def loss(self, call: Any, batch: Pack, hyper: Any) -> tuple[Tensor, Any]:
+            return call() * math.nan, batch.num_valid
+
+    context = lonely(log_every=10)
+    reports = list(Broken().run(TrainingConfig(steps=3, batch_size=1, precision="fp16"), context))
+    assert [report.step for report in reports] == [1, 3]
+    assert [finding.step for finding in context.findings] == [1]
 
 
 def test_evaluation_does_not_change_training(lonely: Any):

@@ -35,7 +35,10 @@ class TokenBatch(NamedTuple):
 def num_starts(stream_N: Tensor, context: int) -> int:
     """At how many places a row of `context` tokens and one more may start. Raises ValueError if there is none."""
     if len(stream_N) <= context:
-        raise ValueError(f"text: {len(stream_N)} characters are too few for a context of {context}; it needs one more")
+        raise ValueError(
+            f"text: one of its parts, the first nine tenths or the last tenth, has {len(stream_N)} characters; rows of "
+            f"context={context} need {context + 1} at least"
+        )
     return len(stream_N) - context
 
 

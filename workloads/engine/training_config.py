@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from orchestrator.workload import WorkloadConfig, fusible
+from orchestrator.workload import FieldConflict, WorkloadConfig, fusible
 
 TRAINING_METRICS = (
     # The optimised loss of this update's rows, weighted by valid targets. NaN also when the update could not be used:
@@ -55,3 +55,11 @@ class TrainingConfig(WorkloadConfig):
     compile: bool = Field(False, description="torch.compile the model; worth it for long runs only")
     seed: int = fusible(0, ge=0, description="of the data, their order and the initial weights")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is the device the trial was given")
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        if self.warmup_steps > self.steps:
+            raise FieldConflict(
+                "warmup_steps", f"warmup_steps={self.warmup_steps}, but steps={self.steps}: lr is not met"
+            )
+        return self
