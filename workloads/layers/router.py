@@ -157,12 +157,16 @@ def load_balance_loss(
     the load of the whole window as `load_E` [E] it is, each micro-batch weighted by its share of the valid tokens.
     Source: Switch Transformers (Fedus et al., 2021), eq. 4.
     """
-    num_experts = probabilities_BE.shape[-1]
     if load_E is None:
-        load_E = expert_load(experts_BK, num_experts, valid_B)
+        load_E = expert_load(experts_BK, probabilities_BE.shape[-1], valid_B)
+    load_E = load_E.to(at_least_float32(probabilities_BE).dtype)
+    return balance(probabilities_BE, load_E / load_E.sum().clamp(min=1), valid_B)
+
+
+def balance(probabilities_BE: Tensor, share_E: Tensor, valid_B: Tensor | None = None) -> Tensor:
+    """E * sum_i f_i P_i with the shares f_i as given; see `load_balance_loss`."""
     mean_E = masked_mean(at_least_float32(probabilities_BE), valid_B)
-    load_E = load_E.to(mean_E.dtype)
-    return num_experts * (load_E / load_E.sum().clamp(min=1) * mean_E).sum()
+    return len(share_E) * (share_E.to(mean_E) * mean_E).sum()
 
 
 def expert_load(experts_BK: Tensor, num_experts: int, valid_B: Tensor | None = None) -> Tensor:

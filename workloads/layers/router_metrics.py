@@ -41,13 +41,13 @@ def logit_metrics(routing: Routing) -> Metrics:
     }
 
 
-def router_metrics(routings: Sequence[Routing], k: int) -> Metrics:
+def router_metrics(routings: Sequence[Routing]) -> Metrics:
     """The router's state over a whole window of micro-batches."""
     routing = joined(routings)
     return {
         **logit_metrics(routing),
         **load_metrics(routing),
-        "router/tie_share": tie_share(routing.logits_BE, k),
+        "router/tie_share": tie_share(routing.logits_BE, routing.experts_BK.shape[-1]),
     }
 
 

@@ -15,9 +15,9 @@ from workloads.char_gpt.bugs import plant
 from workloads.char_gpt.text import Text
 from workloads.char_gpt.train import CharGpt, Seen, mean_cross_entropy, shape_of
 from workloads.data.tokens import TokenBatch
-from workloads.engine.precision import POLICIES, Precision, at_least_float32
+from workloads.engine.precision import POLICIES, Precision
 from workloads.engine.update import Call, Hyper, Update, weighted
-from workloads.layers.router import Routing, expert_load, masked_mean, router_z_loss
+from workloads.layers.router import Routing, balance, expert_load, router_z_loss
 from workloads.layers.router_metrics import joined, logit_metrics, router_metrics, to_floats
 from workloads.layers.transformer import GPT, PositionEmbedding
 from workloads.moe_gpt.config import METRICS, Config
@@ -60,15 +60,15 @@ class MoeLanguageModel(CharGpt):
     def loss(self, call: Call, batch: TokenBatch, hyper: Hyper) -> tuple[Tensor, Seen]:
         logits_BTV, routings = call(batch.tokens_BT, batch.valid_BT, batch.noise)
         cross_entropy = mean_cross_entropy(logits_BTV, batch.targets_BT, batch.valid_BT)
-        balance = weighted(hyper["alpha"], lambda: self.balance_loss(routings, hyper))
+        evenness = weighted(hyper["alpha"], lambda: self.balance_loss(routings, hyper))
         z = weighted(hyper["c_z"], lambda: sum(self.z_loss(routing) for routing in routings))
-        return cross_entropy + balance + z, Seen(cross_entropy.detach(), routings)
+        return cross_entropy + evenness + z, Seen(cross_entropy.detach(), routings)
 
     def balance_loss(self, routings: Sequence[Routing], hyper: Hyper) -> Tensor:
         """E * sum_i f_i P_i, summed over the layers: f_i of the whole window, P_i the mean over these valid tokens."""
         share_LE = cast(Tensor, hyper["share_LE"]) if "share_LE" in hyper else self.shares([routings])
-        mean_LE = torch.stack([masked_mean(at_least_float32(r.probabilities_BE), r.valid_B) for r in routings])
-        return (mean_LE.shape[-1] * (share_LE.to(mean_LE) * mean_LE).sum(-1)).sum()
+        pairs = zip(routings, share_LE, strict=True)
+        return torch.stack([balance(r.probabilities_BE, share_E, r.valid_B) for r, share_E in pairs]).sum()
 
     def shares(self, routed: Sequence[Sequence[Routing]]) -> Tensor:
         """f_i, each expert's share of the k * num_valid assignments of some micro-batches; float64 [L, E]."""
@@ -87,8 +87,8 @@ class MoeLanguageModel(CharGpt):
         """The routers' state, over all layers and layer by layer."""
         seen = [observed.routings for _, observed in update.seen]
         layers = [list(routings) for routings in zip(*seen, strict=True)]  # per layer, its micro-batches
-        metrics = router_metrics([routing for routings in layers for routing in routings], config.k)
-        by_layer = [_layer_metrics(routings, config.k) for routings in layers]
+        metrics = router_metrics([routing for routings in layers for routing in routings])
+        by_layer = [_layer_metrics(routings) for routings in layers]
         metrics["router/load_max_over_mean"] = torch.stack([one["router/load_max_over_mean"] for one in by_layer]).max()
         metrics |= {name: self.counted(value) for name, value in metrics.items() if name.startswith(COUNTS)}
         named = {f"{name}/layer{layer}": value for layer, one in enumerate(by_layer) for name, value in one.items()}
@@ -108,6 +108,6 @@ def _loads(routings: Sequence[Routing]) -> Tensor:
     return torch.stack([expert_load(r.experts_BK, r.logits_BE.shape[-1], r.valid_B) for r in routings])
 
 
-def _layer_metrics(routings: Sequence[Routing], k: int) -> Mapping[str, Tensor]:
-    metrics = router_metrics(routings, k)
+def _layer_metrics(routings: Sequence[Routing]) -> Mapping[str, Tensor]:
+    metrics = router_metrics(routings)
     return {name: value for name, value in metrics.items() if not name.startswith(COUNTS)}

@@ -89,7 +89,7 @@ class MoeRouter(TrainingWorkload):
     def observe(self, config: MoeConfig, update: Update) -> dict[str, float]:
         mse = sum(share * seen.mse.detach() for share, seen in update.seen)
         routings = [seen.routing for _, seen in update.seen]
-        return {"train/mse": float(mse), **to_floats(router_metrics(routings, config.k))}
+        return {"train/mse": float(mse), **to_floats(router_metrics(routings))}
 
     def evaluate(self, config: MoeConfig, model: nn.Module, data: Rows, hyper: Hyper) -> dict[str, float]:
         assert isinstance(model, MoeRegression)
