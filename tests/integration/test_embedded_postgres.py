@@ -393,7 +393,8 @@ def test_another_user_has_a_server_of_its_own() -> None:
     try:
         url, errors = start_elsewhere(home, prefix=prefix, HOME=str(folder)).communicate(timeout=60)
         assert url.startswith("postgresql://"), errors
-        assert psutil.Process(int(ask(url.strip(), "select pg_backend_pid()"))).uids().real == nobody
+        with Database.from_url(url.strip()).connect("orch-test") as connection:  # its process ends with the connection
+            assert psutil.Process(connection.info.backend_pid).uids().real == nobody
         with pytest.raises(PlaceUnusable, match="belongs to another user"):
             embedded.ensure_running(home)  # its secrets could be planted, so not even root takes it for its own
     finally:
