@@ -62,6 +62,11 @@ class Severity(StrEnum):
     WARNING = "warning"
     ERROR = "error"
 
+    @property
+    def rank(self) -> int:
+        """0 for the mildest."""
+        return list(Severity).index(self)
+
 
 @dataclass(frozen=True)
 class Report:

@@ -101,6 +101,10 @@ class Context(Protocol):
     def generator(self, stream: str) -> np.random.Generator:
         """A generator seeded by `seed(stream)`; for torch write `torch.Generator().manual_seed(context.seed(...))`."""
 
+    @property
+    def thresholds(self) -> Mapping[str, float]:
+        """The limits of checks that the sweep's `health` changes, by name; defaults are the workload's."""
+
     def finding(self, finding: Finding) -> None:
         """Stores what a probe or check saw."""
 

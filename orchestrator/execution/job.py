@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from orchestrator.trial import Failure, Finding, Outcome, TrialState
@@ -30,6 +30,8 @@ class Job:
     first_step: int = 0  # this attempt's points supersede those of earlier ones from here on
     device: str = "cpu"
     trial_time_s: float | None = None
+    thresholds: Mapping[str, float] = field(default_factory=dict)  # of the sweep's `health`, by name
+    stop_on: Sequence[str] = ()  # findings of these checks end the trial as stopped
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -32,6 +32,7 @@ class TrialContext:
         self.trial = job.number
         self.attempt = job.attempt
         self.device = job.device
+        self.thresholds = job.thresholds
         self.told_to_stop = False  # a workload that saw this and returned was interrupted, not finished
         self._job = job
         self._sink = sink

@@ -47,6 +47,7 @@ class LonelyContext:
     trial: int = 0
     attempt: int = 1
     findings: list[Finding] = field(default_factory=list)
+    thresholds: dict[str, float] = field(default_factory=dict)
     checkpoint: Shelf = field(default_factory=Shelf)
     asked: int = 0
 

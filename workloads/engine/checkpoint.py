@@ -13,7 +13,7 @@ import torch
 
 from workloads.engine.random import global_states, set_global_states
 
-FORMAT = 1
+FORMAT = 2
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:

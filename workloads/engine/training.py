@@ -26,6 +26,10 @@ from workloads.engine.tally import Tally
 from workloads.engine.training_config import TrainingConfig
 from workloads.engine.update import Batch, Blocks, Call, Hyper, Trainer, Update
 from workloads.engine.windows import Windows
+from workloads.probes.catalogue import CHECKS, THRESHOLDS, Thresholds
+from workloads.probes.health import Health
+from workloads.probes.probe import Look, Probe
+from workloads.probes.standard import standard_probes
 
 SMALLEST_LOSS_SCALE = (
     1.0  # below it the scale makes gradients smaller than they are: what overflows then does so itself
@@ -50,6 +54,8 @@ class TrainingWorkload(ABC):
 
     Config: ClassVar[type[TrainingConfig]]
     metrics: ClassVar[tuple[str, ...]]
+    checks: ClassVar[tuple[str, ...]] = tuple(CHECKS)
+    thresholds: ClassVar[Mapping[str, float]] = THRESHOLDS
 
     @abstractmethod
     def data(self, config: Any, context: Context) -> Data:
@@ -90,6 +96,10 @@ class TrainingWorkload(ABC):
         """Metrics on held-out data, at a report; called in eval mode and without gradients."""
         return {}
 
+    def probes(self, config: Any, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
+        """What watches the training; a workload may add its own."""
+        return standard_probes(thresholds, compiled=config.compile)
+
     def run(self, config: Any, context: Context) -> Iterator[Report]:
         """Trains to `config.steps`, from the last checkpoint if there is one."""
         yield from with_own_globals(train(self, config, context), context.seed("globals"))
@@ -102,8 +112,8 @@ def train(workload: TrainingWorkload, config: TrainingConfig, context: Context) 
         if context.stopping:
             training.save()
             return
-        update, hyper, first_trouble = training.advance()
-        if context.should_report(training.step) or training.step == config.steps or first_trouble:
+        update, hyper = training.advance()
+        if training.is_reported() or training.health.news:
             yield training.report(update, hyper)
         if context.checkpoint.due(training.step) and training.step < config.steps:  # the last step's result is said
             training.save()
@@ -124,6 +134,11 @@ class Training:
     evaluated_at: int = 0
     healthy: bool = True
     tally: Tally = field(default_factory=Tally)
+    health: Health = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits = Thresholds(**self.context.thresholds)
+        self.health = Health(self.workload.probes(self.config, self.model, limits), self.context.finding)
 
     @classmethod
     def begin(cls, workload: TrainingWorkload, config: TrainingConfig, context: Context) -> Training:
@@ -139,19 +154,24 @@ class Training:
             training.restore(saved)
         return training
 
-    def advance(self) -> tuple[Update, Hyper, bool]:
-        """One update; also its hyperparameters, and whether it is the first that could not be used."""
+    def advance(self) -> tuple[Update, Hyper]:
+        """One update, and its hyperparameters."""
         self.step += 1
+        thorough = self.is_reported() or self.step <= 2  # what is wrong from the start is said at once
         with self.tally.timed():
             hyper = {"lr": self.trainer.optimizer.param_groups[0]["lr"], **self.workload.hyper(self.config, self.step)}
             window = self.draw_window()
-            update = self.trainer.update(window, hyper)
+            with self.health.around(self.step, thorough):
+                update = self.trainer.update(window, hyper)
+            self.health.updated(Look(self.step, update, window, hyper, self.trainer, thorough))
         self.tally.add(update, window)
-        first_trouble = self.healthy and not usable(update, self.trainer)
-        if first_trouble:
+        if self.healthy and not usable(update, self.trainer):
             self.healthy = False
-            self.context.finding(describe_trouble(update, self.step))
-        return update, hyper, first_trouble
+            self.health.found(describe_trouble(update, self.step))
+        return update, hyper
+
+    def is_reported(self) -> bool:
+        return self.context.should_report(self.step) or self.step == self.config.steps
 
     def draw_window(self) -> list[Batch]:
         stream = self.context.seed("noise")
@@ -160,7 +180,11 @@ class Training:
 
     def report(self, update: Update, hyper: Hyper) -> Report:
         metrics = {**update_metrics(update, self.trainer, self.tally), "train/lr": float(hyper["lr"])}
-        return Report(self.step, {**metrics, **self.workload.observe(self.config, update), **self.evaluate(hyper)})
+        metrics |= {**self.workload.observe(self.config, update), **self.evaluate(hyper)}
+        metrics |= self.health.measured(self.step)
+        self.health.reported(self.step, metrics)
+        self.health.news = False
+        return Report(self.step, metrics)
 
     def evaluate(self, hyper: Hyper) -> Mapping[str, float]:
         """At the first report at or after each due step, and at the last step."""
@@ -193,6 +217,7 @@ class Training:
             "evaluated_at": self.evaluated_at,
             "healthy": self.healthy,
             "tally": asdict(self.tally),
+            "health": self.health.state_dict(),
             "model": self.model.state_dict(),
             "optimizer": self.trainer.optimizer.state_dict(),
             "schedules": [schedule.state_dict() for schedule in self.trainer.schedules],
@@ -204,6 +229,7 @@ class Training:
         """Strictly. Raises RuntimeError for weights that do not fit the model."""
         self.step, self.evaluated_at, self.healthy = state["step"], state["evaluated_at"], state["healthy"]
         self.tally = Tally(**state["tally"])
+        self.health.load_state_dict(state["health"])
         self.model.load_state_dict(state["model"], strict=True)
         self.trainer.optimizer.load_state_dict(state["optimizer"])
         for schedule, saved in zip(self.trainer.schedules, state["schedules"], strict=True):

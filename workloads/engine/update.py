@@ -45,7 +45,9 @@ class Update:
 
     `loss` is the optimised loss over the whole window, not that of its last micro-batch. `norms` holds the gradient
     norm of every block and of `total`, unscaled and before the clip. `seen` is what the loss returned beside its value,
-    one entry a micro-batch, with the micro-batch's share of the window.
+    one entry a micro-batch, with the micro-batch's share of the window. `weights` holds, for each micro-batch, what its
+    loss counted in the gradient: the gradient that reached it, loss scale included; right is share * `loss_scale`.
+    `left_over` says that gradients of an earlier update were still there when this one began.
     """
 
     loss: Tensor
@@ -54,6 +56,9 @@ class Update:
     clipped: bool
     num_nonfinite_parameters: int
     seen: Sequence[tuple[float, Any]]
+    weights: Sequence[Tensor] = ()
+    loss_scale: float = 1.0
+    left_over: bool = False
 
 
 @dataclass
@@ -75,17 +80,20 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.parameters = [parameter for block in self.blocks.values() for parameter in block]
+        self.weights: list[Tensor] = []
 
     def update(self, window: Sequence[Batch], hyper: Hyper) -> Update:
         """Applies the window's gradient once, or not at all when it is not finite."""
         self.clear_gradients()
+        left_over, self.weights = has_gradient(self.parameters), []
         loss, seen = self.accumulate(window, self.prepare(self.call, window, hyper))
         norms, clipped = self.unscale_and_clip()
-        applied = math.isfinite(norms["total"])
+        loss_scale, applied = self.scaler.get_scale(), math.isfinite(norms["total"])
         if applied:
             self.step()
         self.scaler.update()  # halves the scale after a skipped step; unscale_ has recorded the overflow
-        return Update(loss, norms, applied, clipped, count_nonfinite(self.parameters), seen)
+        num_nonfinite = count_nonfinite(self.parameters)
+        return Update(loss, norms, applied, clipped, num_nonfinite, seen, self.weights, loss_scale, left_over)
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -98,6 +106,8 @@ class Trainer:
         seen: list[tuple[float, Any]] = []
         for micro, share, gradient_share in zip(window, shares, self.gradient_shares(shares), strict=True):
             loss, observed = self.loss(self.call, micro, hyper)
+            # Whatever is done to the loss on its way to the gradient shows here.
+            loss.register_hook(self.weights.append)  # type: ignore[no-untyped-call]
             self.backward(loss, gradient_share)
             total = total.to(loss) + loss.detach() * share
             seen.append((share, observed))
@@ -125,6 +135,11 @@ class Trainer:
     def step_schedules(self) -> None:
         for schedule in self.schedules:
             schedule.step()
+
+
+def has_gradient(parameters: Iterable[nn.Parameter]) -> bool:
+    """True if any gradient is there and not zero."""
+    return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)
 
 
 def gradient_norms(blocks: Blocks) -> dict[str, float]:
