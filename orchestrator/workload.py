@@ -53,6 +53,11 @@ def fusible(default: Any, **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"fusible": True}, **constraints)
 
 
+def size(default: Any, **constraints: Any) -> Any:
+    """A structural field that only says how much or how long: trials that differ in it alone are checked as one."""
+    return Field(default, json_schema_extra={"size": True}, **constraints)
+
+
 class FieldConflict(ValueError):
     """Raised in a config's model validator when fields do not fit together; `name` is the field to point at."""
 
@@ -113,7 +118,11 @@ class Context(Protocol):
 
 
 class Workload(Protocol):
-    """A class whose `run` turns a config into reports. Closing the iterator stops the work."""
+    """A class whose `run` turns a config into reports. Closing the iterator stops the work.
+
+    It may also have `check(config, context) -> Iterator[Finding]`: small experiments that are made once for each
+    distinct structure before a sweep trains; an error among the findings keeps the sweep from starting.
+    """
 
     Config: type[BaseModel]
     metrics: tuple[str, ...]
@@ -130,6 +139,7 @@ class SweepField:
     default: Any
     required: bool
     fusible: bool
+    size: bool  # how much or how long only, see `size`
     description: str
     check: Callable[[Any], Any]
     choices: tuple[Any, ...] = ()
@@ -289,6 +299,7 @@ def _fields_of(config: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
                 default=None if default is PydanticUndefined else default,
                 required=info.is_required(),
                 fusible=bool(extra.get("fusible")),
+                size=bool(extra.get("size")),
                 description=info.description or "",
                 check=_checker(config, info),
                 choices=get_args(annotation) if get_origin(annotation) is Literal else (),

