@@ -28,7 +28,7 @@ SQL_TYPES = ("double precision", "bigint", "boolean", "text", "jsonb")
 MAX_COLUMNS = 500
 NAME_BYTES = 63  # PostgreSQL cuts longer names, so two could become one
 INDEXED = re.compile(r"(layer|block|expert|stage)?\d+")  # a part of a metric's name that numbers, as in router/load/3
-PER_BLOCK = "grad/preclip/"
+PER_BLOCK = ("grad/preclip/", "update/ratio/", "memory/saved_bytes/")  # a series for each block, and `total`
 LAST_VALUE = """(
         select metric.last from orch.final_metrics as metric
         where metric.run_id = trial.run_id and metric.key = {}
@@ -132,8 +132,8 @@ def drop_sweep_view(connection: Connection, sweep_name: str) -> None:
 
 
 def is_shown(metric: str) -> bool:
-    """False for a metric that stays in `final_metrics`: an indexed one, a block's gradient norm, too long a name."""
-    if metric.startswith(PER_BLOCK) and metric != PER_BLOCK + "total":
+    """False for a metric that stays in `final_metrics`: an indexed one, that of a single block, too long a name."""
+    if metric.startswith(PER_BLOCK) and not metric.endswith("/total"):
         return False
     if any(INDEXED.fullmatch(part) for part in metric.split("/")):
         return False

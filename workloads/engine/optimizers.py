@@ -30,11 +30,15 @@ def decay_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: f
 
 
 def build_optimizer(config: TrainingConfig, groups: Groups) -> torch.optim.Optimizer:
-    """The optimiser of `config.optimizer`, in its fused form: one kernel an update, the same arithmetic."""
+    """The optimiser of `config.optimizer`, in its fused form: one kernel an update, the same arithmetic.
+
+    Complex parameters have no fused form.
+    """
+    fused = all(parameter.is_floating_point() for group in groups for parameter in group["params"])
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
 
 
 def build_schedules(

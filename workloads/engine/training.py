@@ -70,8 +70,15 @@ class TrainingWorkload(ABC):
         """The mean loss over the batch's valid targets, a scalar, and whatever `observe` wants to see of it."""
 
     def blocks(self, model: nn.Module) -> Blocks:
-        """Every trained parameter once, by the name its gradient norm is reported under."""
-        return {name: list(part.parameters()) for name, part in model.named_children()}
+        """Every trained parameter once, by the name its gradient norm is reported under: its part of the model.
+
+        A parameter that several parts share belongs to the first of them.
+        """
+        blocks: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                blocks.setdefault(name.partition(".")[0], []).append(parameter)
+        return blocks
 
     def parameter_groups(self, config: Any, model: nn.Module) -> Groups:
         """Parameters by what their optimiser does differently."""
@@ -98,7 +105,7 @@ class TrainingWorkload(ABC):
 
     def probes(self, config: Any, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
         """What watches the training; a workload may add its own."""
-        return standard_probes(thresholds, compiled=config.compile)
+        return standard_probes(thresholds, model, self.blocks(model), compiled=config.compile)
 
     def run(self, config: Any, context: Context) -> Iterator[Report]:
         """Trains to `config.steps`, from the last checkpoint if there is one."""

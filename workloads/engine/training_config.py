@@ -14,6 +14,8 @@ TRAINING_METRICS = (
     "train/loss",
     "train/lr",  # the learning rate this update used
     "grad/preclip/total",  # norms: unscaled, before the clip, in float64; a missing gradient counts as 0
+    "update/ratio/total",  # length of the update over that of the weights, matrices only
+    "update/ratio/*",  # by block
     "grad/clipped_share",  # of the updates since the last report
     "update/skipped_steps",  # so far; the gradient was not finite
     "params/nonfinite",  # parameter values that are NaN or infinite

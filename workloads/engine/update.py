@@ -139,7 +139,14 @@ class Trainer:
 
 def has_gradient(parameters: Iterable[nn.Parameter]) -> bool:
     """True if any gradient is there and not zero."""
-    return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)
+    return any(parameter.grad is not None and bool(dense_real(parameter.grad).any()) for parameter in parameters)
+
+
+def dense_real(values: Tensor) -> Tensor:
+    """The values in a form every kernel knows: those of a sparse tensor summed by place, complex ones as pairs."""
+    if values.is_sparse:
+        values = values.coalesce().values()
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def gradient_norms(blocks: Blocks) -> dict[str, float]:
@@ -148,7 +155,7 @@ def gradient_norms(blocks: Blocks) -> dict[str, float]:
     Per tensor in float64: a float32 norm of a large CPU tensor is wrong by per cents, and squares of 1e20 overflow it.
     """
     parameters = [parameter for block in blocks.values() for parameter in block]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [dense_real(parameter.grad) for parameter in parameters if parameter.grad is not None]
     measured = iter(_norms(gradients, torch.float64))
     squares = [0.0 if parameter.grad is None else next(measured) ** 2 for parameter in parameters]
     norms, start = {}, 0
@@ -187,7 +194,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_norm: f
 
 def count_nonfinite(parameters: Iterable[nn.Parameter]) -> int:
     """How many values of the parameters are NaN or infinite."""
-    values = [parameter.detach() for parameter in parameters]
+    values = [dense_real(parameter.detach()) for parameter in parameters]
     if all(map(math.isfinite, _norms(values))):  # seven times cheaper than counting; huge values may overflow it
         return 0
     return int(torch.stack([torch.isfinite(value).logical_not().sum() for value in values]).sum())

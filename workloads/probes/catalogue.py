@@ -23,7 +23,7 @@ class Thresholds:
     too_good_share: float = 0.1  # of the held-out loss: memorising a small text takes long to get there
     # Gradients and updates.
     no_gradient_updates: float = 20.0  # an expert or a rare branch may miss a few updates; 20 in a row are no chance
-    update_ratio: float = 1.0  # update / weight: a matrix that moves by its own length in one step forgets itself
+    update_ratio: float = 0.3  # update / weight, usually 0.001; small models start near 0.1; 0.3 soon forgets all
     weight_tolerance: float = 0.01  # relative; 16-bit losses round by less, and any real mistake is larger
     # Router.
     tie_share: float = 0.02  # exact ties; bf16 logits of ordinary size tie in 0.4 % of tokens

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
 from workloads.probes.catalogue import Thresholds
+from workloads.probes.gradients import GradientProbe, UpdateProbe
 from workloads.probes.probe import Probe
 
 
-def standard_probes(thresholds: Thresholds, compiled: bool) -> list[Probe]:
+def standard_probes(
+    thresholds: Thresholds, model: nn.Module, blocks: Mapping[str, Sequence[nn.Parameter]], compiled: bool
+) -> list[Probe]:
     """One of each; a `compiled` model is not looked into, since hooks would make it another program."""
-    return []
+    return [UpdateProbe(thresholds), GradientProbe(thresholds, model, blocks)]

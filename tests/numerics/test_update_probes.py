@@ -1,0 +1,217 @@
+"""The probes of gradients and updates see the planted fault and stay quiet on its healthy twin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from orchestrator.trial import Finding, Severity
+from workloads.engine.training import TrainingWorkload
+from workloads.engine.training_config import TRAINING_METRICS, TrainingConfig
+from workloads.engine.update import gradient_norms
+from workloads.probes.gradients import misweighed, update_ratios, wrongly_clipped
+from workloads.probes.probe import Probe
+
+TINY = {"steps": 30, "batch_size": 8, "lr": 0.01}
+
+
+class Rows(NamedTuple):
+    inputs: Tensor
+    targets: Tensor
+
+    @property
+    def num_valid(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass
+class Line:
+    """64 rows of y = sum x."""
+
+    num_rows: int = 64
+    rows: Tensor = field(default_factory=lambda: torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
+
+    def batch(self, indices_B: Tensor, noise: int) -> Rows:
+        inputs = self.rows[indices_B]
+        return Rows(inputs, inputs.sum(-1, keepdim=True))
+
+    def to(self, device: str) -> Line:
+        return self
+
+
+class Regression(TrainingWorkload):
+    """Any module from 4 inputs to 1 output."""
+
+    Config = TrainingConfig
+    metrics = TRAINING_METRICS
+
+    def __init__(self, make: Callable[[], nn.Module], extra: Iterable[Probe] = ()) -> None:
+        self.make, self.extra = make, extra
+
+    def data(self, config: Any, context: Any) -> Line:
+        return Line()
+
+    def build(self, config: Any, data: Any, source: torch.Generator) -> nn.Module:
+        torch.manual_seed(0)  # the trial's own global generator while it trains
+        return self.make()
+
+    def loss(self, call: Any, batch: Any, hyper: Any) -> tuple[Tensor, None]:
+        return F.mse_loss(call(batch.inputs), batch.targets), None
+
+    def probes(self, config: Any, model: nn.Module, thresholds: Any) -> list[Probe]:
+        return [*super().probes(config, model, thresholds), *self.extra]
+
+
+class Net(nn.Module):
+    """Two layers, the second seen through `look`: the identity, or what cuts it off."""
+
+    def __init__(self, look: Callable[[Tensor], Tensor] = lambda values: values) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 1)
+        self.look = look
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(inputs)) + self.look(self.second(inputs)))
+
+
+def findings_of(context: Any, workload: TrainingWorkload, **settings: Any) -> list[Finding]:
+    list(workload.run(TrainingConfig(**{**TINY, **settings}), context))
+    return context.findings
+
+
+def names(findings: Iterable[Finding]) -> list[str]:
+    return [finding.check_name for finding in findings]
+
+
+def test_a_healthy_run_says_nothing(lonely: Any):
+    assert findings_of(lonely(0), Regression(Net)) == []
+
+
+def test_a_part_that_never_receives_a_gradient_is_told_from_one_whose_gradient_is_zero(lonely: Any):
+    (never,) = findings_of(lonely(0), Regression(lambda: Net(Tensor.detach)))
+    assert (never.check_name, never.severity, never.step) == ("no_gradient", Severity.ERROR, 20)
+    assert "second.weight" in never.message
+    (zero,) = findings_of(lonely(0), Regression(lambda: Net(lambda values: values * 0)))
+    assert (zero.check_name, zero.severity, zero.step) == ("zero_gradient", Severity.WARNING, 20)
+    assert zero.message.startswith("second:")
+
+
+def test_a_small_gradient_is_neither(lonely: Any):
+    assert findings_of(lonely(0), Regression(lambda: Net(lambda values: values * 1e-20))) == []
+
+
+def test_a_frozen_part_is_meant_to_have_no_gradient(lonely: Any):
+    def frozen() -> nn.Module:
+        net = Net()
+        net.second.requires_grad_(False)
+        return net
+
+    assert findings_of(lonely(0), Regression(frozen)) == []
+
+
+class Shared(nn.Module):
+    """One matrix in two places, a table, complex weights, a bare parameter: all of them train."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.bare = nn.Parameter(torch.ones(4))
+        self.first = nn.Linear(4, 4)
+        self.again = nn.Linear(4, 4)
+        self.again.weight = self.first.weight
+        self.table = nn.Embedding(3, 4, sparse=sparse)
+        self.wave = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64) / 4)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        looked_up = self.table((inputs[:, 0] > 0).long())
+        hidden = self.again(torch.tanh(self.first(inputs * self.bare))) + looked_up
+        return self.last(hidden + (hidden.to(torch.complex64) @ self.wave).abs())
+
+
+def test_shared_sparse_complex_and_bare_parameters_are_measured_as_torch_measures_them(lonely: Any):
+    workload, net = Regression(Shared), Shared(sparse=True)
+    assert sum(len(block) for block in workload.blocks(net).values()) == len(list(net.parameters()))
+    net(torch.randn(8, 4)).square().mean().backward()
+    norms = gradient_norms(workload.blocks(net))
+    for name, parameter in (("wave", net.wave), ("table", net.table.weight), ("bare", net.bare)):
+        dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        assert norms[name] == pytest.approx(float(torch.linalg.vector_norm(dense)), rel=1e-6)  # of float32
+    for optimizer in ("adam", "sgd"):
+        assert findings_of(lonely(0), workload, optimizer=optimizer, lr=0.001, clip_norm=1.0) == []
+
+
+def test_a_window_that_is_summed_a_mean_of_means_and_a_factor_are_three_diseases():
+    assert list(misweighed([0.25, 0.75], [0.25, 0.75], 0.01, 1)) == []
+    assert list(misweighed([0.0, 1.0], [0.0, 1.0], 0.01, 1)) == []  # a micro-batch of padding counts nothing
+    (summed,) = misweighed([1.0, 1.0], [0.5, 0.5], 0.01, 1)
+    (means,) = misweighed([0.5, 0.5], [0.25, 0.75], 0.01, 1)
+    (factor,) = misweighed([10.0, 30.0], [0.25, 0.75], 0.01, 1)
+    (alone,) = misweighed([40.0], [1.0], 0.01, 1)
+    assert names([summed, means]) == ["accumulation_weights"] * 2
+    assert names([factor, alone]) == ["loss_factor"] * 2
+    assert (alone.value, alone.threshold) == (40.0, 1.0)
+
+
+def test_the_applied_gradient_is_held_against_the_clipped_one():
+    assert list(wrongly_clipped(5.0, 1.0, 1.0, 0.01, 1)) == []
+    assert list(wrongly_clipped(0.5, 0.5, 1.0, 0.01, 1)) == []
+    assert list(wrongly_clipped(5.0, 5.0, None, 0.01, 1)) == []
+    assert list(wrongly_clipped(math.inf, 1.0, 1.0, 0.01, 1)) == []  # not applied: another finding's matter
+    assert names(wrongly_clipped(5.0, 1.0 / 65536, 1.0, 0.01, 1)) == ["clip_order"]
+    assert names(wrongly_clipped(5.0, 5.0, 1.0, 0.01, 1)) == ["clip_order"]
+
+
+def test_the_update_ratio_is_that_of_the_lengths():
+    before, after = torch.full((3, 4), 2.0), torch.full((3, 4), 2.5)
+    ratios = update_ratios({"a": before, "zero": torch.zeros(2)}, {"a": after, "zero": torch.ones(2)})
+    assert ratios["a"] == 0.25
+    assert "zero" not in ratios  # it had no length
+    assert ratios["total"] == pytest.approx(math.sqrt((12 * 0.25 + 2) / (12 * 4)), rel=1e-12)  # float64
+
+
+def test_updates_as_long_as_the_weights_are_told_and_ordinary_ones_are_not(lonely: Any):
+    wild = findings_of(lonely(0, log_every=5), Regression(Net), lr=30.0, optimizer="sgd", clip_norm=1.0)
+    assert "update_too_large" in names(wild)
+
+
+def test_a_probe_that_fails_becomes_a_finding_and_changes_no_number(lonely: Any):
+    @dataclass
+    class Broken(Probe):
+        def updated(self, look: Any) -> Iterable[Finding]:
+            raise RuntimeError("no such block")
+
+    @dataclass
+    class BrokenBehind(Probe):
+        @contextmanager
+        def around(self, step: int, thorough: bool) -> Any:
+            yield
+            raise RuntimeError("on the way out")
+
+    reports = {}
+    for extra in ((), (Broken(), BrokenBehind())):
+        context = lonely(0, log_every=10)
+        config = TrainingConfig(**TINY)
+        reports[len(extra)] = [one.metrics["train/loss"] for one in Regression(Net, extra).run(config, context)]
+        assert names(context.findings) == (["probe_failed"] if extra else [])
+    assert reports[2][-1] == reports[0][-1]
+
+
+def test_what_was_said_before_a_checkpoint_is_not_said_again_behind_it(lonely: Any):
+    sick = Regression(lambda: Net(Tensor.detach))
+    first = lonely(0, stop_after=24)
+    assert names(findings_of(first, sick)) == ["no_gradient"]
+    later = lonely(0, checkpoint=first.checkpoint)
+    assert findings_of(later, sick) == []
+
+
+def test_a_sweep_may_change_a_limit(lonely: Any):
+    (finding,) = findings_of(lonely(0, thresholds={"no_gradient_updates": 3.0}), Regression(lambda: Net(Tensor.detach)))
+    assert finding.step == 3

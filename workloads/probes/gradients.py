@@ -1,0 +1,205 @@
+"""Probes of gradients and of what an update does with them. They measure, and repair nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.trial import Finding, Severity
+from workloads.engine.update import gradient_norms
+from workloads.probes.catalogue import Thresholds
+from workloads.probes.probe import Look, Probe
+
+SAMPLED_VALUES = 2**20  # of a block, when its update is held against its weights: a copy of more costs memory
+ALWAYS = 100  # clipped updates in a row
+
+
+def misweighed(
+    counted: Sequence[float], shares: Sequence[float], tolerance: float, step: int | None
+) -> Iterator[Finding]:
+    """What each micro-batch's loss counted in the gradient, against its share of the window's valid targets.
+
+    All losses times the same factor is one disease, a wrong weight for each another; that every loss counts 1, so that
+    the gradient is a sum, is the second, also where the micro-batches are of equal size.
+    """
+    pairs = [(have, due) for have, due in zip(counted, shares, strict=True) if due > 0]
+    if not pairs or all(abs(have - due) <= tolerance * due for have, due in pairs):
+        return
+    factors = [have / due for have, due in pairs]
+    factor = sum(factors) / len(factors)
+    is_sum = len(pairs) > 1 and all(abs(have - 1) <= tolerance for have, _ in pairs)
+    if not is_sum and all(abs(one - factor) <= tolerance * abs(factor) for one in factors):
+        message = f"the gradient is {factor:.4g} times that of the loss that is reported"
+        advice = "look at what stands between the loss and backward(): a factor, a sum instead of a mean, a loss scale"
+        yield Finding("loss_factor", Severity.ERROR, message, advice, step, factor, 1.0)
+        return
+    worst = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+    message = (
+        f"micro-batches count {_listed(counted)} in the gradient; their shares of valid targets are {_listed(shares)}"
+    )
+    advice = "weigh each micro-batch's mean loss by its valid targets over those of the whole window"
+    yield Finding("accumulation_weights", Severity.ERROR, message, advice, step, worst[0] / worst[1], 1.0)
+
+
+def _listed(values: Sequence[float]) -> str:
+    shown = ", ".join(f"{value:.3g}" for value in values[:6])
+    return shown + (", ..." if len(values) > 6 else "")
+
+
+def wrongly_clipped(
+    before: float, applied: float, clip_norm: float | None, tolerance: float, step: int | None
+) -> Iterator[Finding]:
+    """The norm of the gradient that was applied, against that of the unscaled gradient, clipped."""
+    due = before if clip_norm is None else min(before, clip_norm)
+    if not math.isfinite(due) or abs(applied - due) <= tolerance * due:
+        return
+    message = f"the applied gradient has norm {applied:.3g}; {before:.3g} clipped to {clip_norm} is {due:.3g}"
+    advice = "unscale the gradient first (scaler.unscale_), then clip it, then step; once an update"
+    yield Finding("clip_order", Severity.ERROR, message, advice, step, applied, due)
+
+
+@dataclass
+class UpdateProbe(Probe):
+    """Is the update made in the right order, of the right gradient, once?"""
+
+    thresholds: Thresholds
+    num_updates: int = field(init=False, default=0)
+    num_applied: int = field(init=False, default=0)
+    num_clipped: int = field(init=False, default=0)  # in a row
+
+    def updated(self, look: Look) -> Iterator[Finding]:
+        self.num_updates += 1
+        self.num_applied += look.update.applied
+        self.num_clipped = self.num_clipped + 1 if look.update.clipped else 0
+        yield from self._left_over(look)
+        yield from self._schedule(look)
+        yield from self._clipped(look)
+        if look.thorough:
+            tolerance = self.thresholds.weight_tolerance
+            counted = [weight / look.update.loss_scale for weight in _floats(look.update.weights)]
+            yield from misweighed(counted, [share for share, _ in look.update.seen], tolerance, look.step)
+            if look.update.applied:
+                applied = gradient_norms(look.trainer.blocks)["total"]
+                before, clip_norm = look.update.norms["total"], look.trainer.clip_norm
+                yield from wrongly_clipped(before, applied, clip_norm, tolerance, look.step)
+
+    def _left_over(self, look: Look) -> Iterator[Finding]:
+        if look.update.left_over:
+            message = "the gradient of the update before was still there when this one began: it is applied again"
+            advice = "call optimizer.zero_grad() once an update, before its first backward pass"
+            yield Finding("gradients_not_cleared", Severity.ERROR, message, advice, look.step)
+
+    def _schedule(self, look: Look) -> Iterator[Finding]:
+        for schedule in look.trainer.schedules:
+            if schedule.last_epoch != self.num_applied:
+                message = f"after {self.num_applied} applied updates the schedule stands at {schedule.last_epoch}"
+                advice = (
+                    "step the schedule once for each update that was applied, not for each micro-batch or skipped one"
+                )
+                at, due = float(schedule.last_epoch), float(self.num_applied)
+                yield Finding("schedule_pace", Severity.ERROR, message, advice, look.step, at, due)
+
+    def _clipped(self, look: Look) -> Iterator[Finding]:
+        if self.num_clipped >= ALWAYS:
+            norm, clip_norm = look.update.norms["total"], look.trainer.clip_norm
+            message = f"the clip acted on the last {ALWAYS} updates; the gradient's norm is {norm:.3g}"
+            advice = "lr alone sets the length of every update now: raise clip_norm, or read grad/preclip/total"
+            yield Finding("clip_always", Severity.INFO, message, advice, look.step, norm, clip_norm)
+
+
+def _floats(tensors: Sequence[Tensor]) -> list[float]:
+    values: list[float] = torch.stack([tensor.detach().double() for tensor in tensors]).tolist() if tensors else []
+    return values
+
+
+@dataclass
+class GradientProbe(Probe):
+    """Does every parameter get a gradient, and does its update suit its size?"""
+
+    thresholds: Thresholds
+    model: nn.Module
+    blocks: Mapping[str, Sequence[nn.Parameter]]
+    no_gradient_for: dict[str, int] = field(init=False, default_factory=dict)  # parameter -> updates in a row
+    zero_for: dict[str, int] = field(init=False, default_factory=dict)  # block -> updates in a row
+    num_too_large: int = field(init=False, default=0)  # thorough looks in a row
+
+    def __post_init__(self) -> None:
+        self._named = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
+        self._matrices = dict(largest_matrices(self.blocks))
+        self._before: dict[str, Tensor] = {}
+        self._ratios: dict[str, float] = {}
+
+    def around(self, step: int, thorough: bool) -> AbstractContextManager[Any]:
+        self._before = {name: sampled(one).clone() for name, one in self._matrices.items()} if thorough else {}
+        return nullcontext()
+
+    def updated(self, look: Look) -> Iterator[Finding]:
+        yield from self._without_gradient(look.step)
+        yield from self._zero(look)
+        if self._before:
+            after = {name: sampled(one) for name, one in self._matrices.items()}
+            self._ratios = update_ratios(self._before, after)
+            yield from self._too_large(look)
+
+    def measured(self) -> Mapping[str, float]:
+        return {f"update/ratio/{name}": ratio for name, ratio in self._ratios.items()}
+
+    def _without_gradient(self, step: int) -> Iterator[Finding]:
+        absent = [name for name, parameter in self._named if parameter.grad is None]
+        self.no_gradient_for = {name: self.no_gradient_for.get(name, 0) + 1 for name in absent}
+        limit = self.thresholds.no_gradient_updates
+        if never := [name for name, count in self.no_gradient_for.items() if count >= limit]:
+            message = f"{_names(never)}: no gradient in {limit:.0f} updates; the loss does not depend on what is there"
+            advice = "look for detach(), no_grad(), or a part that is never called; freeze it if that is meant"
+            yield Finding("no_gradient", Severity.ERROR, message, advice, step, float(len(never)), 0.0)
+
+    def _zero(self, look: Look) -> Iterator[Finding]:
+        """A gradient that is there and exactly zero; not the same as none, and not the same as a small one."""
+        zero = [name for name, norm in look.update.norms.items() if norm == 0 and self._has_gradient(name)]
+        self.zero_for = {name: self.zero_for.get(name, 0) + 1 for name in zero}
+        limit = self.thresholds.no_gradient_updates
+        if dead := [name for name, count in self.zero_for.items() if count >= limit]:
+            message = f"{_names(dead)}: the gradient was exactly zero in {limit:.0f} updates"
+            advice = "a saturated or cut-off part, a factor of zero, or underflow: nothing there is learned"
+            yield Finding("zero_gradient", Severity.WARNING, message, advice, look.step, 0.0)
+
+    def _has_gradient(self, block: str) -> bool:
+        return any(one.grad is not None for one in self.blocks.get(block, [one for _, one in self._named]))
+
+    def _too_large(self, look: Look) -> Iterator[Finding]:
+        limit, ratio = self.thresholds.update_ratio, self._ratios.get("total", 0.0)
+        self.num_too_large = self.num_too_large + 1 if math.isfinite(ratio) and ratio > limit else 0
+        if self.num_too_large >= 2 and look.step > self.thresholds.no_gradient_updates:
+            message = f"an update is {ratio:.3g} times as long as the weights it changes"
+            yield Finding("update_too_large", Severity.WARNING, message, "lower lr", look.step, ratio, limit)
+
+
+def largest_matrices(blocks: Mapping[str, Sequence[nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each block's largest matrix; biases and norms often start at 0 and have no length yet."""
+    for name, block in blocks.items():
+        if matrices := [one for one in block if one.dim() >= 2 and one.is_floating_point()]:
+            yield name, max(matrices, key=Tensor.numel)
+
+
+def sampled(parameter: Tensor) -> Tensor:
+    return parameter.detach().flatten()[:SAMPLED_VALUES]
+
+
+def update_ratios(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, float]:
+    """Length of the update over that of the weights, by block and in `total`; a block of zeros has none."""
+    squares = torch.stack(
+        [torch.stack([(after[name] - old).double().norm(), old.double().norm()]) for name, old in before.items()]
+    ).square()  # [blocks, 2]
+    pairs = dict(zip(before, squares.tolist(), strict=True))
+    pairs["total"] = squares.sum(0).tolist()
+    return {name: math.sqrt(moved / length) for name, (moved, length) in pairs.items() if length > 0}
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
