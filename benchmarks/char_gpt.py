@@ -10,18 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchestrator.trial import Finding
 from workloads.char_gpt.config import Config
 from workloads.char_gpt.train import CharGpt
 from workloads.data.corpus import load_corpus
+from workloads.engine.alone import Alone
 from workloads.engine.training import Training
 
 Line = tuple[str, float, str, str, bool | None]
@@ -95,44 +93,8 @@ def plain_loop() -> Callable[[], None]:
     return turn
 
 
-@dataclass
-class Alone:
-    """The context of a trial that nobody watches."""
-
-    trial: int = 0
-    attempt: int = 1
-    device: str = "cpu"
-    stopping: bool = False
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def checkpoint(self) -> Alone:
-        return self
-
-    def load(self) -> None:
-        return None
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def save(self, step: int, state: bytes) -> None:
-        raise AssertionError("nothing is due")
-
-    def should_report(self, step: int) -> bool:
-        return False
-
-    def seed(self, stream: str) -> int:
-        return len(stream)
-
-    def finding(self, finding: Finding) -> None:
-        self.findings.append(finding)
-
-    def artifact(self, path: Path, name: str | None = None) -> None:
-        raise AssertionError("char_gpt stores no artifact")
-
-
 def begin() -> Training:
-    return Training.begin(CharGpt(), CONFIG, Alone())  # type: ignore[arg-type]
+    return Training.begin(CharGpt(), CONFIG, Alone(log_every=10**9))
 
 
 def our_loop(reporting: bool) -> Callable[[], None]:
@@ -141,7 +103,7 @@ def our_loop(reporting: bool) -> Callable[[], None]:
 
     def turn() -> None:
         for _ in range(STEPS_PER_TURN):
-            update, hyper, _ = training.advance()
+            update, hyper = training.advance()
         if reporting:
             training.report(update, hyper)
 

@@ -191,7 +191,7 @@ def test_a_probe_that_fails_becomes_a_finding_and_changes_no_number(lonely: Any)
     @dataclass
     class BrokenBehind(Probe):
         @contextmanager
-        def around(self, step: int, thorough: bool) -> Any:
+        def around(self, step: int) -> Any:
             yield
             raise RuntimeError("on the way out")
 

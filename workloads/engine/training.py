@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
@@ -168,7 +169,7 @@ class Training:
         with self.tally.timed():
             hyper = {"lr": self.trainer.optimizer.param_groups[0]["lr"], **self.workload.hyper(self.config, self.step)}
             window = self.draw_window()
-            with self.health.around(self.step, thorough):
+            with self.health.around(self.step) if thorough else nullcontext():
                 update = self.trainer.update(window, hyper)
             self.health.updated(Look(self.step, update, window, hyper, self.trainer, thorough))
         self.tally.add(update, window)

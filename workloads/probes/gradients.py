@@ -135,8 +135,8 @@ class GradientProbe(Probe):
         self._before: dict[str, Tensor] = {}
         self._ratios: dict[str, float] = {}
 
-    def around(self, step: int, thorough: bool) -> AbstractContextManager[Any]:
-        self._before = {name: sampled(one).clone() for name, one in self._matrices.items()} if thorough else {}
+    def around(self, step: int) -> AbstractContextManager[Any]:
+        self._before = {name: sampled(one).clone() for name, one in self._matrices.items()}
         return nullcontext()
 
     def updated(self, look: Look) -> Iterator[Finding]:
@@ -144,7 +144,7 @@ class GradientProbe(Probe):
         yield from self._zero(look)
         if self._before:
             after = {name: sampled(one) for name, one in self._matrices.items()}
-            self._ratios = update_ratios(self._before, after)
+            self._ratios, self._before = update_ratios(self._before, after), {}
             yield from self._too_large(look)
 
     def measured(self) -> Mapping[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from orchestrator.trial import Finding, Severity
@@ -26,37 +27,43 @@ class Health:
     news: bool = False
 
     @contextmanager
-    def around(self, step: int, thorough: bool) -> Iterator[None]:
-        """What the probes put around an update; what the update itself raises passes through."""
+    def around(self, step: int) -> Iterator[None]:
+        """What the probes put around an update that is looked at thoroughly; what that raises itself passes through."""
         with ExitStack() as stack:
             for probe in self._working():
-                stack.enter_context(self._around(probe, step, thorough))
+                stack.enter_context(self._around(probe, step))
             yield
 
     @contextmanager
-    def _around(self, probe: Probe, step: int, thorough: bool) -> Iterator[None]:
+    def _around(self, probe: Probe, step: int) -> Iterator[None]:
         """The probe's context, in which only what the probe itself does is guarded."""
         own = ExitStack()
-        with self._guarded(probe, step):
-            own.enter_context(probe.around(step, thorough))
+        self._try(probe, step, lambda: own.enter_context(probe.around(step)))
         try:
             yield
         finally:
-            with self._guarded(probe, step):
-                own.close()
+            self._try(probe, step, own.close)
 
     def updated(self, look: Look) -> None:
-        self._ask(look.step, lambda probe: probe.updated(look))
+        for probe in self._working():
+            self._try(probe, look.step, partial(self._hear, probe.updated, look))
 
     def reported(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._ask(step, lambda probe: probe.reported(step, metrics))
+        for probe in self._working():
+            self._try(probe, step, partial(self._hear, probe.reported, step, metrics))
 
     def measured(self, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for probe in self._working():
-            with self._guarded(probe, step):
-                metrics.update(probe.measured())
+            self._try(probe, step, partial(self._gather, probe, metrics))
         return metrics
+
+    def _hear(self, ask: Callable[..., Iterable[Finding]], *seen: Any) -> None:
+        for finding in ask(*seen):
+            self.found(finding)
+
+    def _gather(self, probe: Probe, metrics: dict[str, float]) -> None:
+        metrics.update(probe.measured())
 
     def found(self, finding: Finding) -> None:
         """Says a finding unless its check has said as much before: once a severity, worse things again."""
@@ -75,20 +82,13 @@ class Health:
         for probe in self.probes:
             probe.load_state_dict(state["probes"].get(_name(probe), {}))
 
-    def _working(self) -> list[Probe]:
-        return [probe for probe in self.probes if _name(probe) not in self.failed]
+    def _working(self) -> Sequence[Probe]:
+        return [probe for probe in self.probes if _name(probe) not in self.failed] if self.failed else self.probes
 
-    def _ask(self, step: int, question: Callable[[Probe], Iterable[Finding]]) -> None:
-        for probe in self._working():
-            with self._guarded(probe, step):
-                for finding in question(probe):
-                    self.found(finding)
-
-    @contextmanager
-    def _guarded(self, probe: Probe, step: int) -> Iterator[None]:
+    def _try(self, probe: Probe, step: int, ask: Callable[[], Any]) -> None:
         """Whatever a probe raises ends the probe and not the run: it came to watch."""
         try:
-            yield
+            ask()
         except Exception as error:
             self.failed.append(_name(probe))
             message = f"{_name(probe)} failed and watches no more: {type(error).__name__}: {error}"

@@ -32,8 +32,8 @@ class Look:
 class Probe:
     """Watches one thing. What a subclass declares with `field(init=False)` is its state, in plain values."""
 
-    def around(self, step: int, thorough: bool) -> AbstractContextManager[Any]:
-        """Entered before the update of `step`, left after it."""
+    def around(self, step: int) -> AbstractContextManager[Any]:
+        """Entered before the update of `step` where it is looked at thoroughly, left after it."""
         return nullcontext()
 
     def updated(self, look: Look) -> Iterable[Finding]:

@@ -1,0 +1,82 @@
+"""What the probes cost: training with all of them against the same training without any, at the default log_every.
+
+Both train in this process on one thread, in turns of ten steps that end in a report; compared is CPU time. The tiny
+model has steps of about a millisecond: there the fixed cost of a probe weighs most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from workloads.char_gpt.config import Config as CharConfig
+from workloads.char_gpt.train import CharGpt
+from workloads.engine.alone import Alone
+from workloads.engine.training import Training, TrainingWorkload
+from workloads.moe_gpt.config import Config as MoeGptConfig
+from workloads.moe_gpt.train import MoeGpt
+from workloads.moe_router.config import Config as RouterConfig
+from workloads.moe_router.train import MoeRouter
+from workloads.probes.catalogue import Thresholds
+from workloads.probes.probe import Probe
+
+Line = tuple[str, float, str, str, bool | None]
+
+STEPS_PER_TURN = 10  # the default log_every
+NUM_TURNS = 31
+CEILING = 1.05
+
+LONG = {"steps": 10**9, "eval_every": 10**9}
+CASES: dict[str, tuple[type[TrainingWorkload], Any]] = {
+    "char_gpt": (CharGpt, CharConfig(**LONG)),
+    "moe_gpt": (MoeGpt, MoeGptConfig(**LONG)),
+    "moe_router": (MoeRouter, RouterConfig(**LONG)),
+    "a tiny char_gpt": (CharGpt, CharConfig(**LONG, depth=1, width=16, context=16, batch_size=4)),
+}
+
+
+def unwatched(kind: type[TrainingWorkload]) -> TrainingWorkload:
+    class Unwatched(kind):  # type: ignore[misc, valid-type]
+        def probes(self, config: Any, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
+            return []
+
+    return Unwatched()
+
+
+def loop(workload: TrainingWorkload, config: Any) -> Callable[[], None]:
+    """One turn: ten updates, the tenth reported."""
+    training = Training.begin(workload, config, Alone(log_every=STEPS_PER_TURN))
+
+    def turn() -> None:
+        for _ in range(STEPS_PER_TURN):
+            update, hyper = training.advance()
+        training.report(update, hyper)
+
+    return turn
+
+
+def cpu_seconds(turn: Callable[[], None]) -> float:
+    started = time.process_time()
+    turn()
+    return time.process_time() - started
+
+
+def run(num_turns: int = NUM_TURNS) -> Iterator[Line]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name, (kind, config) in CASES.items():
+            watched, plain = loop(kind(), config), loop(unwatched(kind), config)
+            for turn in (watched, plain):
+                turn()  # the first two steps are looked at thoroughly
+            pairs = [(cpu_seconds(watched), cpu_seconds(plain)) for _ in range(num_turns)]
+            ratio = median(ours / theirs for ours, theirs in pairs)
+            step_ms = 1000 * median(theirs for _, theirs in pairs) / STEPS_PER_TURN
+            yield f"{name}, {step_ms:.1f} ms a step: watched / unwatched", ratio, "x", f"<= {CEILING}", ratio <= CEILING
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,58 @@
+"""A context for a trial that nobody runs: for tests, benchmarks and notebooks. Stores nothing beyond its own life."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from orchestrator.trial import Finding
+
+
+@dataclass
+class Alone:
+    """See `orchestrator.workload.Context`; also its own checkpoint, which is never due. Findings are collected.
+
+    Its streams are those of a trial with the same `seed`.
+    """
+
+    trial_seed: int = 0
+    log_every: int = 10
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    device: str = "cpu"
+    trial: int = 0
+    attempt: int = 1
+    stopping: bool = False
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def checkpoint(self) -> Alone:
+        return self
+
+    def load(self) -> bytes | None:
+        return None
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def save(self, step: int, state: bytes) -> None:
+        """Nobody goes on from here."""
+
+    def should_report(self, step: int) -> bool:
+        return step % self.log_every == 0
+
+    def seed(self, stream: str) -> int:
+        digest = hashlib.sha256(f"{self.trial_seed}/{stream}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def generator(self, stream: str) -> np.random.Generator:
+        return np.random.default_rng(self.seed(stream))
+
+    def finding(self, finding: Finding) -> None:
+        self.findings.append(finding)
+
+    def artifact(self, path: Path, name: str | None = None) -> None:
+        """There is no run to store it with."""
