@@ -209,7 +209,7 @@ def test_the_switches_reach_the_model(lonely: Any):
 
 def test_held_out_figures_agree_with_torchs_cross_entropy(lonely: Any):
     training = begin(lonely(), eval_every=1)
-    update, hyper, _ = training.advance()
+    update, hyper = training.advance()
     metrics = training.report(update, hyper).metrics
     with torch.no_grad():
         logits_BTV, _ = training.model(training.data.held_out_NT[:, :-1])
@@ -324,7 +324,7 @@ def test_unshifted_targets_drive_the_training_loss_to_nothing_and_the_true_one_u
     config = Config(**LEARNING | {"steps": 120, "eval_every": 40}, bug="unshifted_targets")
     reports = [report.metrics for report in run(config, lonely(log_every=40))]
     assert reports[-1]["train/loss"] < 0.5  # measured .15 to .3, from 4.6
-    true = [metrics["val/loss"] for metrics in reports]
+    true = [metrics["val/loss"] for metrics in reports if "val/loss" in metrics]
     assert true == sorted(true)
     assert true[-1] > reports[-1]["data/uniform_loss"] + 1  # measured 8: far above knowing nothing
     (batch,) = begin(lonely(), bug="unshifted_targets").draw_window()

@@ -246,7 +246,7 @@ def test_checkpointing_changes_no_bit_and_counts_the_load_once(lonely: Any):
     for training in trainings:
         router = training.trainer.blocks["router0"][0]
         router.data[1] = router.data[0]  # where one of these two wins, the other is exactly as good
-        update, _, _ = training.advance()
+        update, _ = training.advance()
         observed.append((float(update.loss), observe(training, update)))
     assert observed[0] == observed[1]
     assert torch.equal(*(gradient(training.trainer) for training in trainings))
@@ -320,7 +320,7 @@ def test_a_capacity_drops_assignments_in_training_and_none_in_evaluation(lonely:
 @pytest.mark.parametrize("precision", POLICIES)
 def test_every_precision_trains_float32_weights(lonely: Any, precision: str):
     training = begin(lonely(), precision=precision, **LOSSES)
-    update, _, _ = training.advance()
+    update, _ = training.advance()
     assert update.applied
     (_, seen), *_ = update.seen
     assert {routing.logits_BE.dtype for routing in seen.routings} == {POLICIES[precision].router_logits}

@@ -22,6 +22,9 @@ from workloads.engine.training import TrainingWorkload
 from workloads.engine.update import Blocks, Call, Hyper, Trainer, Update
 from workloads.layers.router import Routing
 from workloads.layers.transformer import GPT, GPTShape, PositionEmbedding
+from workloads.probes.catalogue import Thresholds
+from workloads.probes.probe import Probe
+from workloads.probes.targets import TargetsProbe
 
 
 class Seen(NamedTuple):
@@ -55,6 +58,9 @@ class CharGpt(TrainingWorkload):
     def blocks(self, model: nn.Module) -> Blocks:
         assert isinstance(model, GPT)
         return model.blocks()
+
+    def probes(self, config: CharConfig, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
+        return [*super().probes(config, model, thresholds), TargetsProbe()]
 
     def observe(self, config: CharConfig, update: Update) -> dict[str, float]:
         return {"train/cross_entropy": float(sum(share * seen.cross_entropy for share, seen in update.seen))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,6 +27,7 @@ def load_metrics(routing: Routing) -> Metrics:
     return {
         **{f"router/load/{expert}": share for expert, share in enumerate(load_E / load_E.sum())},
         "router/load_max_over_mean": load_E.max() / load_E.mean(),
+        "router/dead_experts": (load_E == 0).sum().double(),
         "router/dropped_share": 1.0 - kept.mean(),
         "router/assignments": kept.sum(),
     }
@@ -36,9 +38,24 @@ def logit_metrics(routing: Routing) -> Metrics:
     logits_BE = at_least_float32(routing.logits_BE)
     return {
         "router/z": router_z_loss(logits_BE),
+        "router/mean_logit": logits_BE.mean(),
         "router/max_logit": logits_BE.amax(-1).mean(),
         "router/abs_max_logit": logits_BE.abs().amax(),
+        "router/logit_spacing": spacing(routing.logits_BE.abs().amax()),
     }
+
+
+def spacing(value: Tensor) -> Tensor:
+    """The distance from `value`, at least 0, to the next larger number of its dtype: what a choice can hinge on."""
+    return (torch.nextafter(value, torch.full_like(value, torch.inf)) - value).double()
+
+
+def entropy(probabilities_BE: Tensor) -> Tensor:
+    """Mean entropy of a token's probabilities over that of an even choice: 1 is undecided, 0 is certain."""
+    num_experts = probabilities_BE.shape[-1]
+    probabilities_BE = probabilities_BE.double()
+    nats: Tensor = torch.special.entr(probabilities_BE).sum(-1).mean()
+    return nats / math.log(num_experts) if num_experts > 1 else nats
 
 
 def router_metrics(routings: Sequence[Routing]) -> Metrics:
@@ -47,6 +64,7 @@ def router_metrics(routings: Sequence[Routing]) -> Metrics:
     return {
         **logit_metrics(routing),
         **load_metrics(routing),
+        "router/entropy": entropy(routing.probabilities_BE),
         "router/tie_share": tie_share(routing.logits_BE, routing.experts_BK.shape[-1]),
     }
 

@@ -23,17 +23,23 @@ IMPLEMENTATION = "workloads.moe_gpt.train:MoeGpt"
 METRICS = (
     *CHAR_METRICS,
     "router/z",  # mean squared log-sum-exp of the raw logits, over the tokens of all layers
+    "router/mean_logit",
     "router/max_logit",  # mean over tokens of the winning logit
     "router/abs_max_logit",  # largest absolute logit
+    "router/logit_spacing",  # there, from one number of the logits' dtype to the next
+    "router/entropy",  # mean over tokens, of an even choice's: 1 is undecided, 0 is certain
     "router/load/*",  # per expert, its share of the assignments asked for in all layers; sums to 1
     "router/load_max_over_mean",  # of the least even layer
+    "router/dead_experts",  # without a token in this update, in the worst layer
     "router/dropped_share",  # assignments that found their expert full
     "router/tie_share",  # tokens whose choice was an exact tie
     "router/assignments",  # (token, expert, layer) triples carried out in this update
     "router/*/layer*",  # all but load and assignments also by layer
     "val/router/z",
+    "val/router/mean_logit",
     "val/router/max_logit",
     "val/router/abs_max_logit",
+    "val/router/logit_spacing",
     "grad/preclip/router*",  # norms by layer, as grad/preclip/total
     "grad/preclip/experts*",
 )

@@ -22,7 +22,11 @@ from workloads.layers.router_metrics import joined, logit_metrics, router_metric
 from workloads.layers.transformer import GPT, PositionEmbedding
 from workloads.moe_gpt.config import METRICS, Config
 from workloads.moe_gpt.experts import MoeFeedForward
+from workloads.probes.catalogue import Thresholds
+from workloads.probes.probe import Probe
+from workloads.probes.router import RouterProbe
 
+WORST_LAYER = ("router/load_max_over_mean", "router/dead_experts")  # said of all layers by the worst of them
 COUNTS = ("router/load/", "router/assignments")  # metrics that grow with the number of assignments counted
 
 
@@ -83,13 +87,19 @@ class MoeLanguageModel(CharGpt):
     def z_loss(self, routing: Routing) -> Tensor:
         return router_z_loss(routing.logits_BE, routing.valid_B)
 
+    def probes(self, config: Config, model: nn.Module, thresholds: Thresholds) -> list[Probe]:  # type: ignore[override]
+        promise = POLICIES[config.precision]  # not self.precision: that is what the probe is to doubt
+        router = RouterProbe(thresholds, promise, config.k, config.num_experts, parts_of)
+        return [*super().probes(config, model, thresholds), router]
+
     def observe(self, config: Config, update: Update) -> dict[str, float]:  # type: ignore[override]
         """The routers' state, over all layers and layer by layer."""
         seen = [observed.routings for _, observed in update.seen]
         layers = [list(routings) for routings in zip(*seen, strict=True)]  # per layer, its micro-batches
         metrics = router_metrics([routing for routings in layers for routing in routings])
         by_layer = [_layer_metrics(routings) for routings in layers]
-        metrics["router/load_max_over_mean"] = torch.stack([one["router/load_max_over_mean"] for one in by_layer]).max()
+        for name in WORST_LAYER:
+            metrics[name] = torch.stack([one[name] for one in by_layer]).max()
         metrics |= {name: self.counted(value) for name, value in metrics.items() if name.startswith(COUNTS)}
         named = {f"{name}/layer{layer}": value for layer, one in enumerate(by_layer) for name, value in one.items()}
         return {**super().observe(config, update), **to_floats({**metrics, **named})}
@@ -101,6 +111,11 @@ class MoeLanguageModel(CharGpt):
         _, routings = model(data.held_out_NT[:64, :-1])
         logits = {f"val/{name}": value for name, value in logit_metrics(joined(routings)).items()}
         return {**super().evaluate(config, model, data, hyper), **to_floats(logits)}
+
+
+def parts_of(seen: Seen) -> tuple[Tensor, list[Routing]]:
+    """The task's loss, and one routing a layer."""
+    return seen.cross_entropy, seen.routings
 
 
 def _loads(routings: Sequence[Routing]) -> Tensor:

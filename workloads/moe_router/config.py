@@ -22,13 +22,19 @@ METRICS = (
     "train/mse",  # the task's part alone, as it is
     "val/mse",
     "val/router/z",
+    "val/router/mean_logit",
     "val/router/max_logit",
     "val/router/abs_max_logit",
+    "val/router/logit_spacing",
     "router/z",  # mean squared log-sum-exp of the raw logits
+    "router/mean_logit",
     "router/max_logit",  # mean over tokens of the winning logit
     "router/abs_max_logit",  # largest absolute logit
+    "router/logit_spacing",  # there, from one number of the logits' dtype to the next
+    "router/entropy",  # mean over tokens, of an even choice's: 1 is undecided, 0 is certain
     "router/load/*",  # per expert, its share of the assignments asked for; sums to 1
     "router/load_max_over_mean",
+    "router/dead_experts",  # without a token in this update
     "router/dropped_share",  # assignments that found their expert full
     "router/tie_share",  # tokens whose choice was an exact tie
     "router/assignments",  # (token, expert) pairs carried out in this update

@@ -10,16 +10,20 @@ from torch import Tensor, nn
 
 from orchestrator.workload import Context
 from workloads.engine.optimizers import Groups, decay_groups
+from workloads.engine.precision import POLICIES
 from workloads.engine.random import generator
 from workloads.engine.training import TrainingWorkload
 from workloads.engine.update import Blocks, Call, Hyper, Update
-from workloads.layers.router import expert_load
+from workloads.layers.router import Routing, expert_load
 from workloads.layers.router_metrics import router_metrics, to_floats
 from workloads.moe_router.config import METRICS
 from workloads.moe_router.config import Config as MoeConfig
 from workloads.moe_router.model import MoeRegression, Seen, moe_loss
 from workloads.moe_router.observe import evaluate
 from workloads.moe_router.task import NUM_TEST, NUM_TRAIN, Batch, draw_task
+from workloads.probes.catalogue import Thresholds
+from workloads.probes.probe import Probe
+from workloads.probes.router import RouterProbe
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,10 @@ class MoeRouter(TrainingWorkload):
         loads = [expert_load(routing.experts_BK, routing.logits_BE.shape[-1]) for routing in routings]
         return {**hyper, "load_E": torch.stack(loads).sum(0)}
 
+    def probes(self, config: MoeConfig, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
+        router = RouterProbe(thresholds, POLICIES[config.precision], config.k, config.num_experts, parts_of)
+        return [*super().probes(config, model, thresholds), router]
+
     def observe(self, config: MoeConfig, update: Update) -> dict[str, float]:
         mse = sum(share * seen.mse.detach() for share, seen in update.seen)
         routings = [seen.routing for _, seen in update.seen]
@@ -94,3 +102,8 @@ class MoeRouter(TrainingWorkload):
     def evaluate(self, config: MoeConfig, model: nn.Module, data: Rows, hyper: Hyper) -> dict[str, float]:
         assert isinstance(model, MoeRegression)
         return evaluate(model, data.held_out, hyper["offset"])
+
+
+def parts_of(seen: Seen) -> tuple[Tensor, list[Routing]]:
+    """The task's loss, and the routing of the one layer."""
+    return seen.mse.detach(), [seen.routing]

@@ -27,7 +27,7 @@ class Thresholds:
     weight_tolerance: float = 0.01  # relative; 16-bit losses round by less, and any real mistake is larger
     # Router.
     tie_share: float = 0.02  # exact ties; bf16 logits of ordinary size tie in 0.4 % of tokens
-    dead_expert_reports: float = 5.0  # reports in a row without one token
+    router_patience: float = 100.0  # updates; many routers start on one expert and spread within some tens of them
     collapse_share: float = 0.9  # of all tokens choose one expert
     dropped_share: float = 0.3  # at capacity_factor 1 and random routing about 15 % are dropped
     # Loss scale.

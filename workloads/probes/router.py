@@ -1,0 +1,211 @@
+"""Watches the routers of a mixture of experts: what their logits are computed in, whom they choose, what they learn.
+
+Axes: B valid tokens of a window, E experts, K chosen experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestrator.trial import Finding, Severity
+from workloads.engine.precision import Precision
+from workloads.layers.router import Routing
+from workloads.layers.router_metrics import joined
+from workloads.probes.catalogue import Thresholds
+from workloads.probes.probe import Look, Probe
+
+ENOUGH_PER_EXPERT = 16  # assignments in a window; an even router leaves an expert without any in e^-16 of windows
+ENOUGH_LOGITS = 64  # that all of so many lie on a coarser grid is no accident
+LOSS_ROUNDINGS = 4  # operations of the loss in float32, each off by half a unit of the last place
+TERM_TOLERANCE = 1e-4  # relative: the terms are sums of float32 numbers, here of float64
+
+
+@dataclass
+class RouterProbe(Probe):
+    """Holds each layer's router against what the config promises.
+
+    `parts(seen)` takes apart what the loss returned beside its value: the task's own loss, and one routing a layer.
+    `promise` is the config's precision, not the model's own word for it.
+    """
+
+    thresholds: Thresholds
+    promise: Precision
+    k: int
+    num_experts: int
+    parts: Callable[[Any], tuple[Tensor, Sequence[Routing]]]
+    since: dict[str, int] = field(init=False, default_factory=dict)  # condition/layer -> the step it began at
+    num_zero: int = field(init=False, default=0)  # updates in a row without any gradient for a router
+    assignments: float = field(init=False, default=0.0)  # due in the last window looked at
+
+    def updated(self, look: Look) -> Iterator[Finding]:
+        yield from self._without_gradient(look)
+        if not look.thorough:
+            return
+        seen = [self.parts(seen) for _, seen in look.update.seen]
+        layers = [list(routings) for routings in zip(*(routings for _, routings in seen), strict=True)]
+        windows = [joined(routings) for routings in layers]  # the valid tokens of all micro-batches
+        self.assignments = float(sum(window.experts_BK.numel() for window in windows))
+        task = sum(share * float(loss) for (share, _), (loss, _) in zip(look.update.seen, seen, strict=True))
+        yield from self._auxiliary(look, float(look.update.loss) - task, layers, windows)
+        for layer, window in enumerate(windows):
+            if len(window.logits_BE):
+                yield from self._dtype(window, layer, look.step)
+                yield from self._constant_weights(window, layer, look.step)
+                yield from self._choices(window, layer, look.step)
+
+    def reported(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
+        """Each assignment counts once: shares add up to 1, and no more is carried out than was asked for."""
+        total = sum(value for name, value in metrics.items() if name.startswith("router/load/"))
+        done = metrics.get("router/assignments", 0.0)
+        if self.assignments and (abs(total - 1) > TERM_TOLERANCE or done > self.assignments):
+            message = (
+                f"the experts' load adds up to {total:.4g} of the assignments; {done:.0f} were carried out, "
+                f"{self.assignments:.0f} asked for"
+            )
+            advice = "count each token once: recomputation under activation checkpointing must not count again"
+            yield Finding("load_count", Severity.ERROR, message, advice, step, total, 1.0)
+
+    def _without_gradient(self, look: Look) -> Iterator[Finding]:
+        norms = [norm for name, norm in look.update.norms.items() if name.startswith("router")]
+        self.num_zero = self.num_zero + 1 if norms and not any(norms) else 0
+        if self.num_zero >= self.thresholds.no_gradient_updates and self.num_experts > self.k:
+            message = f"the gradient of every router was exactly zero in {self.num_zero} updates: none of them learns"
+            advice = "set renormalize: false for k: 1, or look for a detach() between router and loss"
+            yield Finding("dead_router", Severity.ERROR, message, advice, look.step, 0.0)
+
+    def _dtype(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
+        found = {"logits": window.logits_BE.dtype, "softmax": window.probabilities_BE.dtype}
+        due = {"logits": self.promise.router_logits, "softmax": self.promise.router_softmax}
+        wrong = [
+            f"{part} in {_short(found[part])} instead of {_short(due[part])}"
+            for part in due
+            if found[part] != due[part]
+        ]
+        if not wrong and (grid := coarser_grid(window.logits_BE)) is not None:
+            wrong = [f"logits that {grid} holds exactly, all {window.logits_BE.numel()}: they were rounded before"]
+        if wrong:
+            message = f"the router of layer {layer} has {' and '.join(wrong)}"
+            advice = "cast the router's input, weight and logits to float32 explicitly, autocast off around it"
+            yield Finding("router_dtype", Severity.ERROR, message, advice, step)
+
+    def _constant_weights(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
+        """A weight of exactly 1 for every token has no gradient: neither p / p nor a saturated softmax teaches."""
+        if self.k != 1 or self.num_experts == 1 or not bool((window.weights_BK == 1).all()):
+            return
+        if bool((window.probabilities_BE.amax(-1) == 1).all()):
+            message = f"the router of layer {layer} is certain of every token: its softmax is saturated"
+            advice = "raise c_z or lower lr: the z-loss keeps logits small"
+        else:
+            message = (
+                f"layer {layer}: top-1 weights are renormalised to 1: the task's gradient to the router is exactly 0"
+            )
+            advice = "set renormalize: false"
+        yield Finding("dead_router", Severity.ERROR, message, advice, step, 0.0)
+
+    def _auxiliary(
+        self, look: Look, added: float, layers: Sequence[Sequence[Routing]], windows: Sequence[Routing]
+    ) -> Iterator[Finding]:
+        """What the loss adds to the task's, against alpha * balance + c_z * z by their definitions."""
+        alpha, c_z = float(look.hyper["alpha"]), float(look.hyper["c_z"])
+        evenness = alpha * sum(balance_by_definition(window) for window in windows) if alpha else 0.0
+        z = c_z * sum(z_by_definition(window.logits_BE) for window in windows) if c_z else 0.0
+        due = evenness + z
+        tolerance = (
+            LOSS_ROUNDINGS * torch.finfo(torch.float32).eps * abs(float(look.update.loss)) + TERM_TOLERANCE * due
+        )
+        if not abs(added - due) > tolerance:
+            return
+        shares = [share for share, _ in look.update.seen]
+        pairs = [(share, one) for layer in layers for share, one in zip(shares, layer, strict=True)]
+        with_padding = c_z * sum(share * z_by_definition(one.logits_BE) for share, one in pairs)
+        guesses = {
+            "the balance loss counts twice": 2 * evenness + z,
+            "the z-loss counts twice": evenness + 2 * z,
+            "the z-loss counts padding": evenness + with_padding,
+        }
+        near = [words for words, value in guesses.items() if abs(added - value) <= tolerance and value != due]
+        hint = f"; that is what it would be if {near[0]}" if near else ""
+        message = f"balance and z-loss add {added:.6g} to the loss; by their definitions they are {due:.6g}{hint}"
+        advice = "balance: E * sum f_i P_i, z: mean of squared log-sum-exp, both over valid tokens of the window, once"
+        yield Finding("auxiliary_loss", Severity.ERROR, message, advice, look.step, added, due)
+
+    def _choices(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
+        """What is wrong with who was chosen, if it stays so."""
+        limits, num_tokens = self.thresholds, len(window.logits_BE)
+        load_E = torch.bincount(window.experts_BK.flatten(), minlength=self.num_experts).double()
+        largest, smallest, ties, kept = torch.stack(
+            [load_E.max(), load_E.min(), tie_share(window, self.k), window.kept_BK.double().mean()]
+        ).tolist()  # one transfer
+        share = largest / num_tokens
+        if self._lasts("ties", layer, ties > limits.tie_share, step):
+            message = f"layer {layer}: {ties:.1%} of tokens tie exactly between the last expert chosen and the next"
+            advice = "use precision: bf16-selective (a float32 router), or keep logits small with c_z"
+            yield Finding("router_ties", Severity.WARNING, message, advice, step, ties, limits.tie_share)
+        one_for_all = self.num_experts > max(2, self.k) and share > limits.collapse_share
+        if self._lasts("collapsed", layer, one_for_all, step):
+            message = f"layer {layer}: one expert is chosen by {share:.1%} of tokens"
+            advice = "raise alpha, lower lr, or look at router/z: a router that is certain does not come back"
+            yield Finding("router_collapsed", Severity.WARNING, message, advice, step, share, limits.collapse_share)
+        is_dead = smallest == 0 and num_tokens * self.k / self.num_experts >= ENOUGH_PER_EXPERT
+        if self._lasts("dead", layer, is_dead, step):
+            num_dead = int((load_E == 0).sum())
+            message = f"layer {layer}: {num_dead} of {self.num_experts} experts get no token at all"
+            advice = "raise alpha, or use fewer experts"
+            yield Finding("dead_experts", Severity.WARNING, message, advice, step, float(num_dead), 0.0)
+        if self._lasts("dropped", layer, 1 - kept > limits.dropped_share, step):
+            message = f"layer {layer}: {1 - kept:.1%} of assignments find their expert full and are dropped"
+            advice = "raise capacity_factor, or alpha for a more even load"
+            yield Finding("tokens_dropped", Severity.WARNING, message, advice, step, 1 - kept, limits.dropped_share)
+
+    def _lasts(self, condition: str, layer: int, holds: bool, step: int) -> bool:
+        """True when a condition has held at every thorough look for `router_patience` updates."""
+        key = f"{condition}/{layer}"
+        if not holds:
+            self.since.pop(key, None)
+            return False
+        return step - self.since.setdefault(key, step) >= self.thresholds.router_patience
+
+
+def balance_by_definition(window: Routing) -> float:
+    """E * sum f_i P_i over the tokens given, in float64; see `workloads.layers.router.load_balance_loss`."""
+    num_experts = window.logits_BE.shape[-1]
+    share_E = torch.bincount(window.experts_BK.flatten(), minlength=num_experts).double() / max(
+        window.experts_BK.numel(), 1
+    )
+    mean_E = window.probabilities_BE.detach().double().sum(0) / max(len(window.probabilities_BE), 1)
+    return float(num_experts * share_E @ mean_E)
+
+
+def z_by_definition(logits_BE: Tensor) -> float:
+    """Mean over tokens of the squared log-sum-exp, in float64; ST-MoE (Zoph et al., 2022), eq. 5."""
+    logits_BE = logits_BE.detach().double()
+    top_B = logits_BE.amax(-1, keepdim=True)
+    squares_B = ((logits_BE - top_B).exp().sum(-1).log() + top_B.squeeze(-1)).square()
+    return float(squares_B.sum() / max(len(squares_B), 1))
+
+
+def tie_share(window: Routing, k: int) -> Tensor:
+    """The share of tokens whose k-th and (k+1)-th logit are exactly equal; 0 where there is no (k+1)-th."""
+    if k >= window.logits_BE.shape[-1]:
+        return torch.zeros((), dtype=torch.float64, device=window.logits_BE.device)
+    top = window.logits_BE.topk(k + 1, dim=-1).values
+    return (top[:, k - 1] == top[:, k]).double().mean()
+
+
+def coarser_grid(logits_BE: Tensor) -> str | None:
+    """The 16-bit format that holds every one of many float32 logits exactly, if there is one."""
+    if logits_BE.dtype != torch.float32 or logits_BE.numel() < ENOUGH_LOGITS or not bool(logits_BE.any()):
+        return None
+    for dtype in (torch.bfloat16, torch.float16):
+        if bool((logits_BE.to(dtype).float() == logits_BE).all()):
+            return _short(dtype)
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
