@@ -18,6 +18,7 @@ class Thresholds:
     spike_sigmas: float = 6.0  # OLMo's spike score uses 6 standard deviations too
     spike_window: float = 128.0  # updates that the median is taken over; 128 in OLMo's score
     spike_excess: float = 0.1  # of the median: an all but constant loss has a sigma of nothing
+    spike_over_worst: float = 2.0  # times the distance of the worst recent value: losses of few rows have long tails
     plateau_updates: float = 500.0  # two halves of this many updates are compared
     plateau_gain: float = 0.002  # of the loss: less than this between the halves is a plateau
     too_good_share: float = 0.1  # of the held-out loss: memorising a small text takes long to get there

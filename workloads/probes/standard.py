@@ -8,6 +8,8 @@ from torch import nn
 
 from workloads.probes.catalogue import Thresholds
 from workloads.probes.gradients import GradientProbe, UpdateProbe
+from workloads.probes.loss import LossProbe
+from workloads.probes.loss_scale import LossScaleProbe
 from workloads.probes.probe import Probe
 
 
@@ -15,4 +17,9 @@ def standard_probes(
     thresholds: Thresholds, model: nn.Module, blocks: Mapping[str, Sequence[nn.Parameter]], compiled: bool
 ) -> list[Probe]:
     """One of each; a `compiled` model is not looked into, since hooks would make it another program."""
-    return [UpdateProbe(thresholds), GradientProbe(thresholds, model, blocks)]
+    return [
+        LossProbe(thresholds),
+        UpdateProbe(thresholds),
+        GradientProbe(thresholds, model, blocks),
+        LossScaleProbe(thresholds),
+    ]
