@@ -50,6 +50,7 @@ CHECKS: Mapping[str, str] = {
     "clip_always": "the clip acts on every update",
     "schedule_pace": "the learning-rate schedule does not advance once for each applied update",
     "no_gradient": "a parameter that should be trained never receives a gradient",
+    "not_optimized": "the optimiser does not have all parameters of the model that are to be trained",
     "zero_gradient": "the gradient of a whole block is exactly zero",
     "update_too_large": "an update is as large as the weights themselves",
     "targets_not_shifted": "the targets are the tokens the model reads, not those that follow",

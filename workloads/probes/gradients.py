@@ -77,40 +77,36 @@ class UpdateProbe(Probe):
         self.num_updates += 1
         self.num_applied += look.update.applied
         self.num_clipped = self.num_clipped + 1 if look.update.clipped else 0
-        yield from self._left_over(look)
-        yield from self._schedule(look)
-        yield from self._clipped(look)
-        if look.thorough:
-            tolerance = self.thresholds.weight_tolerance
-            counted = [weight / look.update.loss_scale for weight in _floats(look.update.weights)]
-            yield from misweighed(counted, [share for share, _ in look.update.seen], tolerance, look.step)
-            if look.update.applied:
-                applied = gradient_norms(look.trainer.blocks)["total"]
-                before, clip_norm = look.update.norms["total"], look.trainer.clip_norm
-                yield from wrongly_clipped(before, applied, clip_norm, tolerance, look.step)
-
-    def _left_over(self, look: Look) -> Iterator[Finding]:
         if look.update.left_over:
             message = "the gradient of the update before was still there when this one began: it is applied again"
             advice = "call optimizer.zero_grad() once an update, before its first backward pass"
             yield Finding("gradients_not_cleared", Severity.ERROR, message, advice, look.step)
-
-    def _schedule(self, look: Look) -> Iterator[Finding]:
         for schedule in look.trainer.schedules:
             if schedule.last_epoch != self.num_applied:
-                message = f"after {self.num_applied} applied updates the schedule stands at {schedule.last_epoch}"
-                advice = (
-                    "step the schedule once for each update that was applied, not for each micro-batch or skipped one"
-                )
-                at, due = float(schedule.last_epoch), float(self.num_applied)
-                yield Finding("schedule_pace", Severity.ERROR, message, advice, look.step, at, due)
-
-    def _clipped(self, look: Look) -> Iterator[Finding]:
-        if self.num_clipped >= ALWAYS:
+                yield self._out_of_step(look.step, schedule.last_epoch)
+        if self.num_clipped == ALWAYS:
             norm, clip_norm = look.update.norms["total"], look.trainer.clip_norm
             message = f"the clip acted on the last {ALWAYS} updates; the gradient's norm is {norm:.3g}"
             advice = "lr alone sets the length of every update now: raise clip_norm, or read grad/preclip/total"
             yield Finding("clip_always", Severity.INFO, message, advice, look.step, norm, clip_norm)
+        if look.thorough:
+            yield from self._weights(look)
+
+    def _weights(self, look: Look) -> Iterator[Finding]:
+        tolerance = self.thresholds.weight_tolerance
+        counted = [weight / look.update.loss_scale for weight in _floats(look.update.weights)]
+        yield from misweighed(counted, [share for share, _ in look.update.seen], tolerance, look.step)
+        if look.update.applied:
+            applied = gradient_norms(look.trainer.blocks)["total"]
+            before, clip_norm = look.update.norms["total"], look.trainer.clip_norm
+            yield from wrongly_clipped(before, applied, clip_norm, tolerance, look.step)
+
+    def _out_of_step(self, step: int, stands_at: int) -> Finding:
+        message = f"after {self.num_applied} applied updates the schedule stands at {stands_at}"
+        advice = "step the schedule once for each update that was applied, not for each micro-batch or skipped one"
+        return Finding(
+            "schedule_pace", Severity.ERROR, message, advice, step, float(stands_at), float(self.num_applied)
+        )
 
 
 def _floats(tensors: Sequence[Tensor]) -> list[float]:
@@ -140,8 +136,12 @@ class GradientProbe(Probe):
         return nullcontext()
 
     def updated(self, look: Look) -> Iterator[Finding]:
-        yield from self._without_gradient(look.step)
-        yield from self._zero(look)
+        absent = [name for name, parameter in self._named if parameter.grad is None]
+        if absent or self.no_gradient_for:
+            yield from self._without_gradient(look.step, absent)
+        zero = [name for name, norm in look.update.norms.items() if norm == 0]
+        if zero or self.zero_for:
+            yield from self._zero(look.step, [name for name in zero if self._has_gradient(name)])
         if self._before:
             after = {name: sampled(one) for name, one in self._matrices.items()}
             self._ratios, self._before = update_ratios(self._before, after), {}
@@ -150,8 +150,7 @@ class GradientProbe(Probe):
     def measured(self) -> Mapping[str, float]:
         return {f"update/ratio/{name}": ratio for name, ratio in self._ratios.items()}
 
-    def _without_gradient(self, step: int) -> Iterator[Finding]:
-        absent = [name for name, parameter in self._named if parameter.grad is None]
+    def _without_gradient(self, step: int, absent: Sequence[str]) -> Iterator[Finding]:
         self.no_gradient_for = {name: self.no_gradient_for.get(name, 0) + 1 for name in absent}
         limit = self.thresholds.no_gradient_updates
         if never := [name for name, count in self.no_gradient_for.items() if count >= limit]:
@@ -159,15 +158,14 @@ class GradientProbe(Probe):
             advice = "look for detach(), no_grad(), or a part that is never called; freeze it if that is meant"
             yield Finding("no_gradient", Severity.ERROR, message, advice, step, float(len(never)), 0.0)
 
-    def _zero(self, look: Look) -> Iterator[Finding]:
+    def _zero(self, step: int, zero: Sequence[str]) -> Iterator[Finding]:
         """A gradient that is there and exactly zero; not the same as none, and not the same as a small one."""
-        zero = [name for name, norm in look.update.norms.items() if norm == 0 and self._has_gradient(name)]
         self.zero_for = {name: self.zero_for.get(name, 0) + 1 for name in zero}
         limit = self.thresholds.no_gradient_updates
         if dead := [name for name, count in self.zero_for.items() if count >= limit]:
             message = f"{_names(dead)}: the gradient was exactly zero in {limit:.0f} updates"
             advice = "a saturated or cut-off part, a factor of zero, or underflow: nothing there is learned"
-            yield Finding("zero_gradient", Severity.WARNING, message, advice, look.step, 0.0)
+            yield Finding("zero_gradient", Severity.WARNING, message, advice, step, 0.0)
 
     def _has_gradient(self, block: str) -> bool:
         return any(one.grad is not None for one in self.blocks.get(block, [one for _, one in self._named]))
@@ -193,11 +191,11 @@ def sampled(parameter: Tensor) -> Tensor:
 
 def update_ratios(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, float]:
     """Length of the update over that of the weights, by block and in `total`; a block of zeros has none."""
-    squares = torch.stack(
-        [torch.stack([(after[name] - old).double().norm(), old.double().norm()]) for name, old in before.items()]
-    ).square()  # [blocks, 2]
-    pairs = dict(zip(before, squares.tolist(), strict=True))
-    pairs["total"] = squares.sum(0).tolist()
+    olds, moves = list(before.values()), torch._foreach_sub([after[name] for name in before], list(before.values()))
+    norms = torch.stack([*torch._foreach_norm(moves, 2, torch.float64), *torch._foreach_norm(olds, 2, torch.float64)])
+    squares = norms.square().view(2, -1)  # of the update, of the weights
+    pairs = dict(zip(before, squares.t().tolist(), strict=True))
+    pairs["total"] = squares.sum(-1).tolist()
     return {name: math.sqrt(moved / length) for name, (moved, length) in pairs.items() if length > 0}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,11 +46,15 @@ class Health:
 
     def updated(self, look: Look) -> None:
         for probe in self._working():
-            self._try(probe, look.step, partial(self._hear, probe.updated, look))
+            try:  # plain, since this is done at every update
+                for finding in probe.updated(look):
+                    self.found(finding)
+            except Exception as error:
+                self._failed(probe, look.step, error)
 
     def reported(self, step: int, metrics: Mapping[str, float]) -> None:
         for probe in self._working():
-            self._try(probe, step, partial(self._hear, probe.reported, step, metrics))
+            self._try(probe, step, partial(self._hear, probe, step, metrics))
 
     def measured(self, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -58,8 +62,8 @@ class Health:
             self._try(probe, step, partial(self._gather, probe, metrics))
         return metrics
 
-    def _hear(self, ask: Callable[..., Iterable[Finding]], *seen: Any) -> None:
-        for finding in ask(*seen):
+    def _hear(self, probe: Probe, step: int, metrics: Mapping[str, float]) -> None:
+        for finding in probe.reported(step, metrics):
             self.found(finding)
 
     def _gather(self, probe: Probe, metrics: dict[str, float]) -> None:
@@ -86,13 +90,16 @@ class Health:
         return [probe for probe in self.probes if _name(probe) not in self.failed] if self.failed else self.probes
 
     def _try(self, probe: Probe, step: int, ask: Callable[[], Any]) -> None:
-        """Whatever a probe raises ends the probe and not the run: it came to watch."""
         try:
             ask()
         except Exception as error:
-            self.failed.append(_name(probe))
-            message = f"{_name(probe)} failed and watches no more: {type(error).__name__}: {error}"
-            self.found(Finding("probe_failed", Severity.WARNING, message, "training went on; please report it", step))
+            self._failed(probe, step, error)
+
+    def _failed(self, probe: Probe, step: int, error: Exception) -> None:
+        """Whatever a probe raises ends the probe and not the run: it came to watch."""
+        self.failed.append(_name(probe))
+        message = f"{_name(probe)} failed and watches no more: {type(error).__name__}: {error}"
+        self.found(Finding("probe_failed", Severity.WARNING, message, "training went on; please report it", step))
 
 
 def _name(probe: Probe) -> str:
