@@ -13,6 +13,9 @@ from typing import Any
 
 Params = Mapping[str, Any]
 
+OWN_CHECKS = ("checkpoint", "metric_name", "probe_failed", "unread_field")
+"""What orch itself may find about a trial, whatever its workload."""
+
 
 class TrialState(StrEnum):
     """A trial's fate. `lost` is a trial whose whole sweep command vanished while it ran."""

@@ -12,7 +12,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -111,7 +111,7 @@ class Context(Protocol):
         """The limits of checks that the sweep's `health` changes, by name; defaults are the workload's."""
 
     def finding(self, finding: Finding) -> None:
-        """Stores what a probe or check saw."""
+        """Stores what a probe or check saw; one that the sweep stops on ends the trial at its next report."""
 
     def artifact(self, path: Path, name: str | None = None) -> None:
         """Stores a file with the run."""
@@ -121,7 +121,8 @@ class Workload(Protocol):
     """A class whose `run` turns a config into reports. Closing the iterator stops the work.
 
     It may also have `check(config, context) -> Iterator[Finding]`: small experiments that are made once for each
-    distinct structure before a sweep trains; an error among the findings keeps the sweep from starting.
+    distinct structure before a sweep trains; an error among the findings keeps the sweep from starting. And `checks`,
+    the names of what it may find, for `stop: {on: [...]}`; and `thresholds`, default limits by name, for `health`.
     """
 
     Config: type[BaseModel]
@@ -157,6 +158,8 @@ class Description:
     load: Callable[[], Workload]
     package: str  # the top-level package, shipped to remote workers
     address: str  # how a worker finds it: a shipped name, or `package.module:Class`
+    checks: tuple[str, ...] = ()  # names of what its probes and checks may find
+    thresholds: Mapping[str, float] = field(default_factory=dict)  # their limits by name, with the defaults
 
     def fields(self) -> Mapping[str, SweepField]:
         return dict(_fields_of(self.config))
@@ -216,6 +219,8 @@ def describe(name: str) -> Description:
             load=lambda: _load_class(module.IMPLEMENTATION),
             package=SHIPPED_PACKAGE,
             address=name,
+            checks=tuple(getattr(module, "CHECKS", ())),
+            thresholds=dict(getattr(module, "THRESHOLDS", {})),
         )
     registered = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name in registered:
@@ -242,6 +247,8 @@ def _describe_class(name: str, target: str) -> Description:
         load=lambda: _load_class(target),
         package=target.split(":")[0].split(".")[0],
         address=target,
+        checks=tuple(getattr(workload, "checks", ())),
+        thresholds=dict(getattr(workload, "thresholds", {})),
     )
 
 

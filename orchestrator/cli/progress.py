@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,10 @@ from rich.table import Table as RichTable
 from orchestrator.execution.job import Job
 from orchestrator.execution.sweep_run import Observer, SweepRun
 from orchestrator.reports.table import short
-from orchestrator.trial import Outcome, TrialState, jsonable
+from orchestrator.trial import Finding, Outcome, Severity, TrialState, jsonable
 
 RATE_WINDOW = 20  # endings that the rate and the time left are computed from
+MAX_LINES_PER_CHECK = 3  # a bug of the workload is found in every trial; the rest is `orch health`'s
 
 
 class Tally:
@@ -30,6 +32,8 @@ class Tally:
         self.total = 0
         self.best: tuple[float, int] | None = None
         self.endings: list[float] = []
+        self.num_found: Counter[Severity] = Counter()
+        self._num_lines: Counter[str] = Counter()  # by check
 
     def opened(self, run: SweepRun, total: int, workers: int) -> None:
         self.run, self.total = run, total
@@ -45,6 +49,18 @@ class Tally:
         self.endings.append(time.monotonic())
         if outcome.state is TrialState.FINISHED:
             self._consider(outcome.objective, job.number)
+
+    def found(self, number: int, finding: Finding) -> None:
+        """Counts; says a warning or an error as long as its check has not said enough."""
+        self.num_found[finding.severity] += 1
+        if finding.severity is Severity.INFO:
+            return
+        self._num_lines[finding.check_name] += 1
+        if self._num_lines[finding.check_name] <= MAX_LINES_PER_CHECK:
+            self.said(finding_line(number, finding))
+        elif self._num_lines[finding.check_name] == MAX_LINES_PER_CHECK + 1:
+            assert self.run is not None
+            self.said(f"{finding.check_name} in more trials: orch health {self.run.sweep.name}")
 
     def _consider(self, value: float | None, number: int) -> None:
         assert self.run is not None
@@ -114,6 +130,9 @@ class Json(Tally):
             will_retry=will_retry,
         )
 
+    def found(self, number: int, finding: Finding) -> None:
+        self._print(event="finding", trial=number, **vars(finding))
+
     def said(self, text: str) -> None:
         self._print(event="note", text=text)
 
@@ -143,6 +162,10 @@ class LiveTable(Tally):
         super().opened(run, total, workers)
         self._live.update(self._drawn())
 
+    def found(self, number: int, finding: Finding) -> None:
+        super().found(number, finding)
+        self._live.update(self._drawn())
+
     def said(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False)
 
@@ -155,6 +178,7 @@ class LiveTable(Tally):
             "running": str(counts.get(TrialState.RUNNING, 0)),
             "failed": str(counts.get(TrialState.FAILED, 0)),
             "diverged": str(counts.get(TrialState.DIVERGED, 0)),
+            "findings": findings_in_words(self.num_found),
             f"best {self.run.spec.metric.name}": f"{short(self.best[0])} (trial {self.best[1]})" if self.best else "-",
             "trials/min": f"{rate * 60:.1f}" if rate else "-",
             "left": duration(left) if left is not None else "-",
@@ -177,6 +201,18 @@ def ending_line(tally: Tally, job: Job, outcome: Outcome, will_retry: bool) -> s
     if will_retry:
         parts.append(f"(attempt {job.attempt} of {tally.run.spec.retries.count + 1}; trying again)")
     return "  ".join(part for part in parts if part)
+
+
+def finding_line(number: int, finding: Finding) -> str:
+    """`trial 3: error no_gradient at step 20: ...`, on one line."""
+    at = "" if finding.step is None else f" at step {finding.step}"
+    return " ".join(f"trial {number}: {finding.severity} {finding.check_name}{at}: {finding.message}".split())
+
+
+def findings_in_words(counts: Counter[Severity]) -> str:
+    """`2 errors, 1 warning`; infos are counted by themselves only."""
+    shown = [(counts[severity], severity) for severity in (Severity.ERROR, Severity.WARNING) if counts[severity]]
+    return ", ".join(f"{count} {severity}{'s' * (count > 1)}" for count, severity in shown) or "-"
 
 
 def duration(seconds: float) -> str:

@@ -1,34 +1,35 @@
 """Keeps a trial's saved states in a folder beside its artifacts. Knows nothing of what is in a state.
 
 A file is whole or not there: it is written under another name, flushed and renamed. Its first line says which config
-it belongs to and what follows, so a torn or foreign file is recognised and the one before it is used; and that the
-trial had diverged by then, which its next attempt would not see. Its name says which attempt wrote it: a worker that
-outlives its attempt changes nothing for the ones after.
+it belongs to and what follows, so a torn or foreign file is recognised and the one before it is used; and what the
+verdict on the trial was by then, which its next attempt would not see. Its name says which attempt wrote it: a worker
+that outlives its attempt changes nothing for the ones after.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from pydantic import BaseModel
 
 from orchestrator.execution.job import Job, Sink
-from orchestrator.execution.verdict import Divergence, Verdict
+from orchestrator.execution.verdict import Verdict
 from orchestrator.tracking.artifacts import checkpoint_folder
 from orchestrator.trial import Finding, Severity, config_hash
 from orchestrator.workload import flatten
 
-MAGIC = "orch-checkpoint-1"
-HEADER = re.compile(rf"{MAGIC} (\w+) (\w+) (\d+)(?: (-?\d+) (.+))?\n")
-"""Owner, digest of the state, its size in bytes; step and reason of the divergence, if there was one."""
-HEADER_LIMIT = 2048  # bytes; every first line is shorter
+MAGIC = "orch-checkpoint-2"
+HEADER = re.compile(rf"{MAGIC} (\w+) (\w+) (\d+) (\{{.*\}})\n")
+"""Owner, digest of the state, its size in bytes; `Verdict.memory` as JSON."""
+HEADER_LIMIT = 2**20  # bytes; every first line is shorter: it may name each field of a config
 CHECK_NAME = "checkpoint"
 
 
@@ -81,14 +82,14 @@ class RunCheckpoint:
     def load(self) -> bytes | None:
         for place, path in newest_first(self._job.artifact_uri):
             try:
-                state, divergence = _read(path, self._owner)
+                state, memory = _read(path, self._owner)
                 self._refuse_later(place)
             except Unusable as error:
                 message = f"the checkpoint of step {place.step} is not used: {error}"
                 self._warn(message, "training goes on from the one before it, or else from the start")
             else:
                 self._last = path
-                self._verdict.divergence = self._verdict.divergence or divergence
+                self._verdict.recall(memory)
                 return state
         return None
 
@@ -106,7 +107,7 @@ class RunCheckpoint:
         self._sink.sync()  # else the next attempt could go on behind reports that were lost
         path = self._folder / f"step-{step}.attempt-{self._job.attempt}"
         try:
-            _write(path, self._owner, state, self._verdict.divergence)
+            _write(path, self._owner, state, self._verdict.memory())
             if path != self._last:
                 _remove_others({path, self._last or path}, self._job.attempt)
         except OSError as error:
@@ -126,13 +127,12 @@ def _files(folder: Path) -> Iterator[tuple[Place, Path]]:
             yield Place(attempt=int(found[2]), step=int(found[1])), path
 
 
-def _write(path: Path, owner: str, state: bytes, divergence: Divergence | None) -> None:
+def _write(path: Path, owner: str, state: bytes, memory: dict[str, Any]) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}")
-    told = f" {divergence.step} {divergence.reason}" if divergence else ""
     try:
         with draft.open("wb") as file:
-            file.write(f"{MAGIC} {owner} {_digest(state)} {len(state)}{told}\n".encode())
+            file.write(f"{MAGIC} {owner} {_digest(state)} {len(state)} {json.dumps(memory)}\n".encode())
             file.write(state)
             file.flush()
             os.fsync(file.fileno())
@@ -153,13 +153,13 @@ def _remove_others(kept: set[Path], attempt: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _read(path: Path, owner: str) -> tuple[bytes, Divergence | None]:
-    """The state in a file, and where the trial had diverged by then. Raises Unusable."""
-    with _opened(path, owner) as (file, digest, divergence):
+def _read(path: Path, owner: str) -> tuple[bytes, dict[str, Any]]:
+    """The state in a file, and what the verdict remembered by then. Raises Unusable."""
+    with _opened(path, owner) as (file, digest, memory):
         state = file.read()
     if _digest(state) != digest:
         raise Unusable("its content is not what was written")
-    return state, divergence
+    return state, memory
 
 
 def _is_usable(path: Path, owner: str) -> bool:
@@ -171,21 +171,29 @@ def _is_usable(path: Path, owner: str) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, owner: str) -> Iterator[tuple[BinaryIO, str, Divergence | None]]:
-    """The file, read up to its state, the digest that the state must have, and the divergence. Raises Unusable."""
+def _opened(path: Path, owner: str) -> Iterator[tuple[BinaryIO, str, dict[str, Any]]]:
+    """The file, read up to its state, the digest that the state must have, and the memory. Raises Unusable."""
     try:
         with path.open("rb") as file:
             header = HEADER.fullmatch(file.readline(HEADER_LIMIT).decode(errors="replace"))
             if header is None:
                 raise Unusable("it is no checkpoint of this version of orch")
-            its_owner, digest, size_bytes, step, reason = header.groups()
+            its_owner, digest, size_bytes, memory = header.groups()
             if its_owner != owner:
                 raise Unusable("it belongs to another workload or config")
             if int(size_bytes) != os.fstat(file.fileno()).st_size - file.tell():
                 raise Unusable("it was not written to its end")
-            yield file, digest, Divergence(int(step), reason) if step else None
+            yield file, digest, _memory_of(memory)
     except OSError as error:
         raise Unusable(f"it cannot be read ({error.strerror or error})") from error
+
+
+def _memory_of(text: str) -> dict[str, Any]:
+    try:
+        memory: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise Unusable("its first line is not what was written") from error
+    return memory
 
 
 def _digest(state: bytes) -> str:

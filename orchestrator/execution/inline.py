@@ -61,4 +61,5 @@ def run_inline(feed: Feed, database_url: str, journal_folder: Path) -> Remainder
         raise
     finally:
         remainder = recorder.close(close_timeout_s)
+    feed.recorded()
     return remainder

@@ -32,6 +32,7 @@ class Job:
     trial_time_s: float | None = None
     thresholds: Mapping[str, float] = field(default_factory=dict)  # of the sweep's `health`, by name
     stop_on: Sequence[str] = ()  # findings of these checks end the trial as stopped
+    axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # what the sweep varies, and some of the values
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -81,3 +82,6 @@ class Feed(Protocol):
 
     def tick(self) -> None:
         """Called several times a second while trials run."""
+
+    def recorded(self) -> None:
+        """Called at the end, when all that was said is in the database, as far as it could be brought there."""

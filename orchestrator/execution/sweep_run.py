@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from orchestrator.database.connection import is_away
 from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound
 from orchestrator.execution.checkpoints import first_step_of, forget, owner_of
+from orchestrator.execution.field_reads import UNREAD_FIELD, field_of
 from orchestrator.execution.job import Job
+from orchestrator.execution.news import News
 from orchestrator.execution.patience import Patience
 from orchestrator.ledger.rows import SweepRow, TrialRow
 from orchestrator.ledger.store import Ledger
 from orchestrator.search.searcher import Searcher
+from orchestrator.spec.domains import distinct, ends
 from orchestrator.spec.resolved import to_json
 from orchestrator.spec.sweep_spec import SweepSpec
 from orchestrator.tracking.artifacts import store_text
-from orchestrator.trial import Candidate, Failure, Outcome, Told, TrialState, config_hash, jsonable
+from orchestrator.trial import Candidate, Failure, Finding, Outcome, Told, TrialState, config_hash, jsonable
 from orchestrator.workload import Description, flatten
 
 if TYPE_CHECKING:  # MLflow takes a second to import: a finished sweep is shown without it
@@ -31,6 +34,7 @@ if TYPE_CHECKING:  # MLflow takes a second to import: a finished sweep is shown 
 
 RETRYABLE = (Failure.WORKER_DEATH, Failure.OUT_OF_MEMORY, Failure.TIMEOUT)
 HOLD_CHECK_S = 5.0
+MAX_TRIED_VALUES = 8  # of an axis, to see whether it acts through other fields
 
 
 class Observer(Protocol):
@@ -45,6 +49,9 @@ class Observer(Protocol):
     def started(self, job: Job) -> None: ...
 
     def ended(self, job: Job, outcome: Outcome, will_retry: bool) -> None: ...
+
+    def found(self, number: int, finding: Finding) -> None:
+        """Called soon after a finding about trial `number` is stored."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,8 @@ class SweepRun:
         self._keep_hold, self._held_at = keep_hold, time.monotonic()
         self.patiently = Patience(observer.said, lambda: self.interrupted, keep_hold)
         self._spec_text = json.dumps(to_json(spec), indent=2, ensure_ascii=False)
+        self._axes = values_by_axis(spec)
+        self._news = News(ledger, sweep.id)
         self._searched_out = False
         self._said_stopping = False
 
@@ -130,11 +139,34 @@ class SweepRun:
         try:
             self._check_hold()
             self.refresh_views(False)
+            if self._news.is_due():
+                self._tell_news()
         except AlreadyExists as error:
             self.lost_to = error
         except Exception as error:  # away for a moment: a view that is a little behind stops nobody
             if not is_away(error):
                 raise
+
+    def recorded(self) -> None:
+        if self.lost_to is not None:
+            return
+        self.patiently(self._tell_news)
+        if not self.stopping and (fields := self.patiently(self._never_read)):
+            self.abort_reason = (
+                f"no finished trial read {', '.join(fields)}: all values are the same training under other labels; "
+                "make the workload use it, or take it out of params"
+            )
+
+    def _tell_news(self) -> None:
+        for row in self._news.take():
+            self.observer.found(row.number, row.finding)
+
+    def _never_read(self) -> list[str]:
+        """The axes that acted in no finished trial of the sweep, those of earlier commands included."""
+        num_finished = self.counts()[TrialState.FINISHED]
+        counts = self.ledger.count_messages(self.sweep.id, UNREAD_FIELD)
+        unread = {field_of(message) for message, count in counts.items() if count == num_finished}
+        return [name for name in self._axes if name in unread]
 
     def _check_hold(self) -> None:
         """A restarted database has forgotten that the sweep is ours; somebody else may have taken it since."""
@@ -215,6 +247,8 @@ class SweepRun:
             pid=os.getpid(),
             git_commit=self.run_tags.get("orch.git_commit", ""),
         )
+        if attempt.number > 1:
+            self.runs.mirror_findings(trial.id)  # this attempt supersedes some of what was found
         artifact_uri = self.runs.artifact_uri(self._experiment_id(), run_id)
         job = self._job(trial, attempt.number, run_id, artifact_uri, _milliseconds(attempt.started_at), first_step)
         if attempt.number == 1:
@@ -260,17 +294,17 @@ class SweepRun:
         try:
             if not job.run_id:
                 raise NotFound(outcome.reason)
-            self.patiently(lambda: self._terminate(job.run_id, outcome))
+            self.patiently(lambda: self._terminate(job, outcome))
         except DatabaseLost:
             raise
         except Exception as error:  # MLflow's own errors have no common base that we could name without importing it
             self.without_record[job.number] = str(error).split("\n")[0][:300]
 
-    def _terminate(self, run_id: str, outcome: Outcome) -> None:
+    def _terminate(self, job: Job, outcome: Outcome) -> None:
         tags = {"orch.host": outcome.host} if outcome.host else {}
-        self.runs.terminate(run_id, outcome.state, outcome.reason, outcome.diverged_at, tags)
+        self.runs.terminate(job.run_id, outcome.state, outcome.reason, outcome.diverged_at, tags, job.trial_id)
         if outcome.error:
-            self.runs.log_text(run_id, outcome.error, "error.txt")
+            self.runs.log_text(job.run_id, outcome.error, "error.txt")
 
     def _deserves_retry(self, job: Job, outcome: Outcome) -> bool:
         if self.stopping or outcome.state is not TrialState.FAILED:
@@ -313,6 +347,9 @@ class SweepRun:
             first_step=first_step,
             device=self.placement.device,
             trial_time_s=self.spec.resources.trial_time_s,
+            thresholds=self.spec.thresholds,
+            stop_on=self.spec.stop_on,
+            axes=self._axes,
         )
 
     def _experiment_id(self) -> str:
@@ -339,6 +376,12 @@ class SweepRun:
             objective=outcome.objective if outcome else row.objective,
             attempts=row.attempts + (state is TrialState.RUNNING),
         )
+
+
+def values_by_axis(spec: SweepSpec) -> dict[str, Sequence[Any]]:
+    """What the sweep varies, and some of the values; an axis with one value varies nothing."""
+    values = {name: distinct(ends(axis)) for name, axis in spec.axes.items()}
+    return {name: several[:MAX_TRIED_VALUES] for name, several in values.items() if len(several) > 1}
 
 
 def _milliseconds(moment: dt.datetime) -> int:

@@ -7,6 +7,7 @@ import math
 import socket
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +15,32 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from orchestrator.execution.checkpoints import RunCheckpoint, owner_of
+from orchestrator.execution.field_reads import Unwatchable, acts_through_others, unread_finding, watch
 from orchestrator.execution.job import Job, Sink
 from orchestrator.execution.verdict import Verdict
 from orchestrator.tracking.artifacts import store_file
 from orchestrator.tracking.recorder import MetricError, legal_key, real_number, whole_step
-from orchestrator.trial import Failure, Finding, Outcome, Report, Severity
+from orchestrator.trial import Failure, Finding, Outcome, Report, Severity, TrialState
 from orchestrator.workload import Description, Workload, describe
 
 if TYPE_CHECKING:  # commands that train nothing need not load it
     import numpy as np
+
+
+class HeardSink:
+    """A sink whose findings the verdict hears of, whoever makes them."""
+
+    def __init__(self, sink: Sink, verdict: Verdict) -> None:
+        self._sink, self._verdict = sink, verdict
+        self.record, self.sync = sink.record, sink.sync
+
+    @property
+    def stopping(self) -> bool:
+        return self._sink.stopping
+
+    def finding(self, job: Job, finding: Finding) -> None:
+        self._verdict.hear(finding)
+        self._sink.finding(job, finding)
 
 
 class TrialContext:
@@ -36,6 +54,7 @@ class TrialContext:
         self.told_to_stop = False  # a workload that saw this and returned was interrupted, not finished
         self._job = job
         self._sink = sink
+        self._read = verdict.read
         self._trial_seed = int(getattr(config, "seed", 0))
         self.checkpoint = RunCheckpoint(job, owner_of(job.workload, config), sink, verdict)
 
@@ -48,6 +67,7 @@ class TrialContext:
         return step % self._job.log_every == 0
 
     def seed(self, stream: str) -> int:
+        self._read.add("seed")
         digest = hashlib.sha256(f"{self._trial_seed}/{stream}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
@@ -96,8 +116,11 @@ def run_trial(job: Job, sink: Sink) -> Outcome:
         workload = describe(job.workload)
         implementation = workload.load()
         started = time.monotonic()  # what the first trial of a process imports is not its cost
-        stopped = _train(job, sink, verdict, workload, implementation)
+        stopped = _train(job, HeardSink(sink, verdict), verdict, workload, implementation)
         outcome = verdict.outcome(stopped)
+        if outcome.state in (TrialState.FINISHED, TrialState.STOPPED):
+            for finding in _unread(job, verdict.read, workload):
+                sink.finding(job, finding)
     except TrialTimeout as timeout:
         outcome = verdict.failed(str(timeout), Failure.TIMEOUT)
     except MetricError as error:
@@ -123,9 +146,17 @@ def _train(job: Job, sink: Sink, verdict: Verdict, workload: Description, implem
     config = workload.resolve(job.params)
     context = TrialContext(job, sink, config, verdict)
     keys = Keys(job, sink, workload)
+    end_watch = _watch(job, sink, config, verdict.read)
+    try:
+        return _follow(implementation.run(config, context), job, sink, verdict, keys) or context.told_to_stop
+    finally:
+        end_watch()
+
+
+def _follow(reports: Iterator[Report], job: Job, sink: Sink, verdict: Verdict, keys: Keys) -> bool:
+    """Takes reports until there is no more or no need for more; returns True if the sweep was stopped before that."""
     deadline = time.monotonic() + job.trial_time_s if job.trial_time_s else math.inf
     last_timestamp_ms, was_told = 0, False
-    reports = implementation.run(config, context)
     try:
         for report in reports:
             step = whole_step(report.step)
@@ -136,7 +167,7 @@ def _train(job: Job, sink: Sink, verdict: Verdict, workload: Description, implem
             last_timestamp_ms = timestamp_ms
             sink.record(job, step, timestamp_ms, metrics)
             verdict.see(step, metrics)
-            if verdict.divergence is not None and job.stop_diverged:
+            if verdict.is_over:
                 return False
             if was_told:  # it does not look at `context.stopping`
                 return True
@@ -147,7 +178,30 @@ def _train(job: Job, sink: Sink, verdict: Verdict, workload: Description, implem
         close = getattr(reports, "close", None)  # iterators that are not generators need no closing
         if close is not None:
             close()
-    return context.told_to_stop
+    return False
+
+
+def _watch(job: Job, sink: Sink, config: BaseModel, read: set[str]) -> Callable[[], None]:
+    """Begins to note which swept fields are read. A config that cannot be watched counts as read and gets a finding."""
+    try:
+        return watch(config, job.axes, read)
+    except Unwatchable as error:
+        read.update(job.axes)
+        message = f"whether the trial reads {', '.join(job.axes)} is not watched: {error}"
+        sink.finding(
+            job, Finding("probe_failed", Severity.WARNING, message, "training went on; allow subclasses of Config")
+        )
+        return lambda: None
+
+
+def _unread(job: Job, read: set[str], workload: Description) -> list[Finding]:
+    """A finding for each swept field that changed nothing in this trial."""
+    idle = (
+        name
+        for name, values in job.axes.items()
+        if name not in read and not acts_through_others(workload.resolve, job.params, name, values)
+    )
+    return [unread_finding(name) for name in idle]
 
 
 def _timestamp_ms(report: Report, job: Job) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import RowMapping
 
 from orchestrator.ledger.models import SweepState
-from orchestrator.trial import Candidate, Params, TrialState
+from orchestrator.trial import Candidate, Finding, Params, TrialState
 
 NOT_NUMBERS = ("Infinity", "-Infinity", "NaN")  # how JSON holds what it cannot hold
 
@@ -78,6 +78,15 @@ class AttemptRow:
     failure: str
     error: str
     seconds: float | None  # of training, where it was measured
+
+
+@dataclass(frozen=True)
+class FoundRow:
+    """A finding about a trial."""
+
+    id: int
+    number: int  # of the trial
+    finding: Finding
 
 
 def restore_floats(values: Params, types: Mapping[str, str]) -> dict[str, Any]:

@@ -154,6 +154,29 @@ MARK = text(
     """
 )
 
+FINDINGS_AFTER = text(
+    """
+    select
+        finding.id, trial.number,
+        finding.check_name, finding.severity, finding.message, finding.advice,
+        finding.step, finding.value, finding.threshold
+    from orch_ledger.findings as finding
+    join orch_ledger.trials as trial on trial.id = finding.trial_id
+    where finding.sweep_id = :sweep_id and finding.id > :finding_id
+    order by finding.id
+    """
+)
+
+COUNT_MESSAGES = text(
+    """
+    select finding.message, count(distinct trial.id)
+    from orch_ledger.findings as finding
+    join orch_ledger.trials as trial on trial.id = finding.trial_id and trial.attempts = finding.attempt
+    where finding.sweep_id = :sweep_id and finding.check_name = :check_name and trial.state = 'finished'
+    group by finding.message
+    """
+)
+
 SET_SWEEP_STATE = text(
     """
     update orch_ledger.sweeps

@@ -19,12 +19,14 @@ from sqlalchemy.dialects.postgresql import insert as upsert
 
 from orchestrator.errors import AlreadyExists, NotFound
 from orchestrator.ledger.models import FindingRow, Sweep, SweepState, Trial
-from orchestrator.ledger.rows import AttemptRow, SweepRow, TrialRow, restore_floats, sweep_row
+from orchestrator.ledger.rows import AttemptRow, FoundRow, SweepRow, TrialRow, restore_floats, sweep_row
 from orchestrator.ledger.statements import (
     ADD_TRIALS,
     ATTEMPT_COLUMNS,
     BEGIN_ATTEMPT,
     CLAIM,
+    COUNT_MESSAGES,
+    FINDINGS_AFTER,
     FINISH,
     HOLDER,
     MARK,
@@ -32,7 +34,7 @@ from orchestrator.ledger.statements import (
     REQUEUE,
     SET_SWEEP_STATE,
 )
-from orchestrator.trial import Candidate, Finding, Outcome, TrialState, canonical_json, jsonable
+from orchestrator.trial import Candidate, Finding, Outcome, Severity, TrialState, canonical_json, jsonable
 
 UNFINISHED = (TrialState.KILLED, TrialState.RUNNING, TrialState.LOST)
 LOCK_CLASS = 0x6F726368  # "orch": the first half of a sweep's advisory lock; the second is its id
@@ -324,6 +326,24 @@ class Ledger:
         with self._single.connect() as connection:
             return len(connection.execute(query).all())
 
+    def newest_finding(self) -> int:
+        """The id of the finding that was stored last, of whatever sweep; 0 without any."""
+        with self._single.connect() as connection:
+            return int(connection.scalar(text("select coalesce(max(id), 0) from orch_ledger.findings")) or 0)
+
+    def findings_after(self, sweep_id: int, finding_id: int) -> list[FoundRow]:
+        """The findings about trials that have a greater id, by id."""
+        with self._single.connect() as connection:
+            values = {"sweep_id": sweep_id, "finding_id": finding_id}
+            rows = connection.execute(FINDINGS_AFTER, values).mappings().all()
+        return [_found_row(row) for row in rows]
+
+    def count_messages(self, sweep_id: int, check_name: str) -> dict[str, int]:
+        """What a check said of finished trials in their last attempt, and of how many."""
+        with self._single.connect() as connection:
+            rows = connection.execute(COUNT_MESSAGES, {"sweep_id": sweep_id, "check_name": check_name})
+            return {message: count for message, count in rows}
+
     @contextmanager
     def hold(self, sweep_id: int) -> Iterator[Hold]:
         """Makes this command the sweep's only driver until the block ends or the process dies.
@@ -415,6 +435,11 @@ def _outcome_values(trial_id: int, attempt: int, outcome: Outcome) -> dict[str, 
         "seconds": outcome.seconds,
         "worker_host": outcome.host,
     }
+
+
+def _found_row(row: RowMapping) -> FoundRow:
+    told = {name: value for name, value in row.items() if name not in ("id", "number")}
+    return FoundRow(row["id"], row["number"], Finding(**{**told, "severity": Severity(row["severity"])}))
 
 
 def _driver_name() -> str:

@@ -32,6 +32,14 @@ class WorkloadFace(Protocol):
     def metrics(self) -> tuple[str, ...]:
         """Names and patterns (`router/load/*`) of what it reports; for hints only."""
 
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """Names of what its probes and checks may find."""
+
+    @property
+    def thresholds(self) -> Mapping[str, float]:
+        """The limits that these hold what they see against, by name, with their defaults."""
+
     def fields(self) -> Mapping[str, FieldFace]:
         """By dotted name."""
 

@@ -13,6 +13,7 @@ from orchestrator.spec.devices import device_notes, refuse_cuda_without_gpu
 from orchestrator.spec.document import Node, head_comment, parse_document
 from orchestrator.spec.domains import Grid
 from orchestrator.spec.faces import WorkloadFace, WorkloadOf
+from orchestrator.spec.health import read_stop, read_thresholds, threshold_notes
 from orchestrator.spec.instability import read_unstable
 from orchestrator.spec.overrides import apply_overrides
 from orchestrator.spec.params import Params, read_params
@@ -27,24 +28,22 @@ from orchestrator.spec.sections import (
     read_retries,
     read_search,
     read_show,
-    read_stop,
     read_tags,
     text,
     whole,
 )
 from orchestrator.spec.sweep_spec import Search, SweepSpec
 
-LATER = ("when", "zip", "exclude", "scheduler", "budget", "health")
+LATER = ("when", "zip", "exclude", "scheduler", "budget")
 """Keys of the full language that this version refuses. To add one: read it here, then take it off this list."""
 
 NO_EFFECT_YET = {
     "fuse": "every trial trains by itself in this version",
-    "preflight": "there are no checks before a sweep in this version",
 }
 """Keys that are read and checked but change nothing yet; a plan says so."""
 
 KEYS = (
-    *("name", "workload", "metric", "params", "seeds", "search", "resources", "retries", "retry_on", "stop"),
+    *("name", "workload", "metric", "params", "seeds", "search", "resources", "retries", "retry_on", "stop", "health"),
     *("show", "unstable"),
     *("log_every", "checkpoint_every", "tags", "fuse", "preflight"),
 )
@@ -107,8 +106,11 @@ class _Parser:
         search = read_search(entries.get("search"), problems)
         params = self._params(workload, search) if workload else Params()
         resources = read_resources(entries.get("resources"), problems)
+        stop = read_stop(entries.get("stop"), workload, problems)
+        thresholds = read_thresholds(entries.get("health"), workload, problems)
         refuse_cuda_without_gpu(params, resources, self._where, problems)
         effectless = (f"{key}: {why}" for key, why in NO_EFFECT_YET.items() if key in entries)
+        health = (*stop.notes, *threshold_notes(thresholds, workload))
         return SweepSpec(
             name=self._name(name),
             workload=top.read("workload", text, ""),
@@ -118,7 +120,9 @@ class _Parser:
             search=search,
             resources=resources,
             retries=read_retries(top),
-            stop_diverged=read_stop(entries.get("stop"), problems),
+            stop_diverged=stop.diverged,
+            stop_on=stop.on,
+            thresholds=thresholds,
             unstable=read_unstable(entries.get("unstable"), workload, params, problems),
             log_every=top.read("log_every", whole(1), 10),
             show=read_show(entries.get("show"), workload, problems),
@@ -128,7 +132,7 @@ class _Parser:
             preflight=top.read("preflight", flag, True),
             checkpoint_every=top.read("checkpoint_every", whole(1), 100),
             file_name=self.file_name,
-            notes=(*params.notes, *device_notes(params, resources), *effectless),
+            notes=(*params.notes, *device_notes(params, resources), *health, *effectless),
         )
 
     def _name(self, given: str | None) -> str:

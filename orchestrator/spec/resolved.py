@@ -13,8 +13,16 @@ from orchestrator.trial import jsonable
 
 Json = dict[str, Any]
 
-MEANING = ("workload", "metric", "params", "search", "log_every", "stop")
-"""The parts that decide which trials exist or what they compute; the rest may change between two calls."""
+MEANING = (
+    *("workload", "metric", "params", "search", "log_every"),
+    *("stop.diverged", "stop.on", "health.thresholds"),
+)
+"""The parts that decide which trials exist, what they compute or how they are judged; the rest may change between two
+calls. Thresholds are among them without `stop.on` too: a trial is held against them while it trains and cannot be again
+afterwards, so one sweep would count verdicts of two kinds."""
+
+UNSAID: Json = {"stop.on": [], "health.thresholds": {}}
+"""What a stored sweep means that is older than these settings."""
 
 
 def to_json(spec: SweepSpec) -> Json:
@@ -36,7 +44,8 @@ def to_json(spec: SweepSpec) -> Json:
         },
         "retries": spec.retries.count,
         "retry_on": "any" if spec.retries.any_error else None,
-        "stop": {"diverged": spec.stop_diverged},
+        "stop": {"diverged": spec.stop_diverged, "on": sorted(spec.stop_on)},
+        "health": {"thresholds": dict(spec.thresholds)},
         "unstable": _unstable_json(spec.unstable),
         "log_every": spec.log_every,
         "checkpoint_every": spec.checkpoint_every,
@@ -102,12 +111,22 @@ def _range_word(domain: Domain) -> str:
 def _settings(document: Json) -> Iterator[tuple[str, str]]:
     """(path, comparable text) of each setting that has a meaning for the trials."""
     for part in MEANING:
-        value = document.get(part)
+        value = _at(document, part)
         if isinstance(value, dict):
             for name, item in value.items():
                 yield f"{part}.{name}", _comparable(item)
         else:
             yield part, _comparable(value)
+
+
+def _at(document: Json, path: str) -> Any:
+    """The value at a dotted path."""
+    value: Any = document
+    for key in path.split("."):
+        if key not in value:
+            return UNSAID.get(path)
+        value = value[key]
+    return value
 
 
 def _comparable(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Reads the parts of a sweep file that are not `params`: metric, search, resources, retries, stop, tags and the rest.
+"""Reads the parts of a sweep file that are not `params`: metric, search, resources, retries, tags and the rest.
 
 Each converter takes a node and returns a value or raises ValueError saying what would be right.
 """
@@ -216,10 +216,6 @@ def read_resources(node: Node | None, problems: Problems) -> Resources:
 def read_retries(root: Section) -> Retries:
     """`retries: 2` repeats after worker death, out of memory and timeouts; `retry_on: any` after exceptions too."""
     return Retries(root.read("retries", whole(0), 0), root.read("retry_on", word("any"), "") == "any")
-
-
-def read_stop(node: Node | None, problems: Problems) -> bool:
-    return Section.of(node, "stop", ("diverged",), problems).read("diverged", flag, True)
 
 
 def read_show(node: Node | None, workload: WorkloadFace | None, problems: Problems) -> tuple[str, ...]:

@@ -68,6 +68,8 @@ class SweepSpec:
     resources: Resources = Resources()
     retries: Retries = Retries()
     stop_diverged: bool = True
+    stop_on: tuple[str, ...] = ()  # findings of these checks end a trial
+    thresholds: Mapping[str, float] = field(default_factory=dict)  # limits of checks that are not the workload's own
     unstable: Unstable | None = None  # None: only diverged trials are
     log_every: int = 10
     show: tuple[str, ...] = ()  # metrics that comparisons show beside the objective

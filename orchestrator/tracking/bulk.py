@@ -76,9 +76,15 @@ def write_rows(connection: psycopg.Connection[Any], rows: Sequence[MetricRow]) -
 
 
 def write_findings(connection: psycopg.Connection[Any], rows: Sequence[FindingRow]) -> None:
-    """Writes the findings in one transaction; those already there stay as they are. Raises as `write_rows` does."""
+    """Writes the findings and what MLflow shows of them in one transaction; those already there stay as they are.
+
+    Raises as `write_rows` does.
+    """
+    trials = {"trial_ids": sorted({row.trial_id for row in rows if row.trial_id is not None})}
     with connection.transaction(), connection.cursor() as cursor:
+        cursor.execute(LOCK_TRIALS, trials)
         cursor.executemany(INSERT_FINDING, [_finding_values(row) for row in rows])
+        cursor.execute(MIRROR_FINDINGS, trials)
 
 
 COPY_METRICS = "copy public.metrics (run_uuid, key, value, timestamp, step, is_nan) from stdin"
@@ -103,6 +109,66 @@ select run_uuid from public.runs
 where run_uuid = any(%s) and lifecycle_stage = 'active'
 order by run_uuid
 for key share
+"""
+
+# Whoever changes a trial's findings or its state waits here for the other; the later one sees both and sets the tags.
+LOCK_TRIALS = "select from orch_ledger.trials where id = any(%(trial_ids)s) order by id for no key update"
+
+# One tag a check, its worst finding and of these the first: `orch.finding.loss_spike` = `error at step 120: ...`. And
+# `orch.verdict` once the trial has a result. Which findings count, and what they make of a trial, is what the views
+# `orch.findings` and `orch.runs` say. Names and values are cut to MLflow's widths. May be said again at any time.
+MIRROR_FINDINGS = """
+with standing as (
+    select trial.run_id, finding.id, finding.check_name, finding.severity, finding.step, finding.message
+    from orch_ledger.trials as trial
+    join orch_ledger.findings as finding on finding.trial_id = trial.id
+    where trial.id = any(%(trial_ids)s)
+        and not exists (
+            select
+            from orch_ledger.attempts as later
+            where later.trial_id = trial.id
+                and later.number > finding.attempt
+                and later.first_step <= coalesce(finding.step, 0)
+        )
+),
+found as (
+    select distinct on (run_id, key)
+        run_id,
+        left('orch.finding.' || check_name, 250) as key,
+        left(severity || coalesce(' at step ' || step, '') || ': ' || message, 8000) as value
+    from standing
+    order by run_id, key, array_position(array['error', 'warning', 'info'], severity), step, id
+),
+judged as (
+    select
+        trial.run_id,
+        'orch.verdict' as key,
+        case
+            when trial.state = 'diverged' then 'diverged'
+            when exists (select from standing where run_id = trial.run_id and severity = 'error') then 'suspect'
+            when exists (select from standing where run_id = trial.run_id and severity = 'warning') then 'warning'
+            else 'healthy'
+        end as value
+    from orch_ledger.trials as trial
+    where trial.id = any(%(trial_ids)s) and trial.state in ('finished', 'stopped', 'diverged')
+),
+wanted as (
+    select said.run_id, said.key, said.value
+    from (select * from found union all select * from judged) as said
+    join public.runs as run on run.run_uuid = said.run_id
+),
+dropped as (
+    delete from public.tags as tag
+    using orch_ledger.trials as trial
+    where trial.id = any(%(trial_ids)s) and tag.run_uuid = trial.run_id
+        and (starts_with(tag.key, 'orch.finding.') or tag.key = 'orch.verdict')
+        and not exists (select from wanted where wanted.run_id = tag.run_uuid and wanted.key = tag.key)
+)
+insert into public.tags as tag (run_uuid, key, value)
+select run_id, key, value from wanted
+order by run_id, key
+on conflict (key, run_uuid) do update set value = excluded.value
+where tag.value is distinct from excluded.value
 """
 
 INSERT_FINDING = """

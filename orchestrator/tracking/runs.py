@@ -34,6 +34,7 @@ from sqlalchemy.orm import Session
 
 from orchestrator.errors import NotFound, OrchError
 from orchestrator.tracking.artifacts import checkpoint_folder, local_folder, store_file, store_text
+from orchestrator.tracking.bulk import LOCK_TRIALS, MIRROR_FINDINGS
 from orchestrator.tracking.experiments import SWEEP_TAG, refuse_unusable
 from orchestrator.tracking.mlflow_schema import mlflow_uri
 from orchestrator.trial import TrialState, canonical_json, jsonable
@@ -243,13 +244,24 @@ class Runs:
         reason: str = "",
         diverged_at: int | None = None,
         tags: Mapping[str, str] | None = None,
+        trial_id: int | None = None,
     ) -> None:
-        """Ends the run in one transaction. Raises NotFound if the run does not exist or is deleted."""
+        """Ends the run in one transaction, and with `trial_id` brings its tags in line with what was found.
+
+        Raises NotFound if the run does not exist or is deleted.
+        """
         told = {"orch.state": state.value, "orch.reason": reason, **(tags or {})}
         if diverged_at is not None:
             told["orch.diverged_at"] = str(diverged_at)
-        with self._editing(run_id, {name: text for name, text in told.items() if text}) as (_, run):
+        with self._editing(run_id, {name: text for name, text in told.items() if text}) as (session, run):
             run.status, run.end_time = state.mlflow_status, int(time.time() * 1000)
+            if trial_id is not None:
+                _mirror_findings(session.connection(), trial_id)
+
+    def mirror_findings(self, trial_id: int) -> None:
+        """Brings the tags `orch.finding.*` and `orch.verdict` of a trial's run in line with the ledger."""
+        with self._one_at_a_time, self._store.engine.begin() as connection:
+            _mirror_findings(connection, trial_id)
 
     @contextlib.contextmanager
     def _editing(
@@ -317,6 +329,11 @@ def _small_pool() -> Iterator[None]:
             setting.unset()
         else:
             os.environ[setting.name] = before
+
+
+def _mirror_findings(connection: sqlalchemy.Connection, trial_id: int) -> None:
+    for statement in (LOCK_TRIALS, MIRROR_FINDINGS):
+        connection.exec_driver_sql(statement, {"trial_ids": [trial_id]})
 
 
 def _shorten_artifact_uri(_mapper: Any, _connection: Any, run: SqlRun) -> None:

@@ -1,4 +1,7 @@
-"""Small workloads for tests and benchmarks: no torch, every oddity on demand."""
+"""Small workloads for tests and benchmarks: no torch, every oddity on demand.
+
+Those that say `vars(config)` thereby read all of it: the tests that sweep their fields are about something else.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from pydantic import BaseModel, Field, create_model
 
 from orchestrator.trial import Finding, Report, Severity
-from orchestrator.workload import Context, WorkloadConfig, fusible
+from orchestrator.workload import Context, WorkloadConfig, fusible, size
 
 
 class Trivial:
@@ -30,6 +34,7 @@ class Trivial:
     metrics = ("train/loss", "val/loss", "a", "b", "c")
 
     def run(self, config: Config, context: Context) -> Iterator[Report]:
+        vars(config)
         for step in range(1, config.steps + 1):
             time.sleep(config.sleep_s)
             loss = (config.x - 1) ** 2 + 1 / step + config.k / 100
@@ -61,6 +66,7 @@ class Odd:
     metrics = ("train/loss", "val/loss", "load/*")
 
     def run(self, config: Config, context: Context) -> Iterator[Report]:
+        vars(config)
         for step in range(1, config.steps + 1):
             time.sleep(config.sleep_s)
             metrics = {"train/loss": 1 / step, "val/loss": config.x / step}
@@ -122,6 +128,7 @@ class Witness:
     metrics = ("pid", "niceness", "threads", "torch_imported", "num_gpus", "gpu", "began", "ended", "attempt")
 
     def run(self, config: Config, context: Context) -> Iterator[Report]:
+        vars(config)
         began = time.time()
         if context.attempt == config.die_on_attempt:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -155,6 +162,7 @@ class Counter:
     metrics = ("train/loss", "count")
 
     def run(self, config: Config, context: Context) -> Iterator[Report]:
+        vars(config)
         saved = context.checkpoint.load()
         count = int(saved) if saved else 0
         while count < config.steps:
@@ -181,4 +189,87 @@ class Wide:
     metrics = ("loss",)
 
     def run(self, config: BaseModel, context: Context) -> Iterator[Report]:
+        vars(config)
         yield Report(1, {"loss": 1.0})
+
+
+class Checked:
+    """Has checks: they see the planted `bug`, die, hang or chat when asked to."""
+
+    class Config(WorkloadConfig):
+        bug: str = "none"
+        k: int = 1
+        rows: int = size(4)
+        x: float = fusible(0.0)
+        pid_file: str = ""
+        seed: int = 0
+
+    metrics = ("loss",)
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        vars(config)
+        if config.bug in ("factor", "late"):
+            context.finding(Finding("loss_factor", Severity.ERROR, "40 times the loss", "divide", 3, 40.0, 0.01))
+        yield Report(1, {"loss": config.x + 1})
+
+    def check(self, config: Config, context: Context) -> Iterator[Finding]:
+        print("a workload may say something")
+        if config.pid_file:
+            Path(config.pid_file).write_text(str(os.getpid()))
+        if config.bug == "factor":
+            assert context.device == "cpu"
+            yield Finding(
+                "loss_factor",
+                Severity.ERROR,
+                f"the gradient is {40 * config.k} times as long",
+                "divide",
+                None,
+                40.0,
+                0.01,
+            )
+        if config.bug == "tied":
+            context.finding(Finding("router_ties", Severity.WARNING, "every second token", value=np.float32(0.5)))  # type: ignore[arg-type]
+        if config.bug == "raise":
+            raise RuntimeError("a planted failure")
+        if config.bug == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if config.bug == "hang":
+            time.sleep(3600)
+
+
+class Watched:
+    """Finds what it is told to find at a step, and says which of its fields it reads: all but `idle`."""
+
+    class Config(WorkloadConfig):
+        steps: int = 6
+        find: str = ""  # a check's name
+        severity: str = "error"
+        at: int = 2
+        nan_at: int = 0
+        die_at: int = 0
+        factor: float = 1.0
+        idle: int = 0
+        late: int = 0  # read in attempts that begin at the start only
+        seed: int = 0
+        sleep_s: float = 0.0
+
+    metrics = ("train/loss",)
+    checks = ("loss_spike", "router_collapsed")
+    thresholds: ClassVar = {"spike_sigmas": 6.0, "limit": 0.5}
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        saved = context.checkpoint.load()
+        begin = int(saved) if saved else config.late * 0
+        noise = context.generator("noise").random()
+        for step in range(begin + 1, config.steps + 1):
+            time.sleep(config.sleep_s)
+            if config.find and step == config.at:
+                message = f"seen\nwith limit {context.thresholds.get('limit', self.thresholds['limit'])}"
+                context.finding(Finding(config.find, Severity(config.severity), message, "look", step, 1.0, 0.5))
+            if context.should_report(step) or step == config.steps:
+                loss = math.nan if step == config.nan_at else config.factor / step + noise * 0
+                yield Report(step, {"train/loss": loss})
+            if context.checkpoint.due(step):
+                context.checkpoint.save(step, str(step).encode())
+            if step == config.die_at and context.attempt == 1:
+                os.kill(os.getpid(), signal.SIGKILL)

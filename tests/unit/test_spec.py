@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -71,7 +72,10 @@ def description(name: str, config: type[BaseModel]) -> Description:
     def load() -> Any:
         raise AssertionError("parsing must not load the implementation")
 
-    return Description(name, "", config, ("train/loss", "val/mse", "router/load/*"), load, "tests", name)
+    metrics = ("train/loss", "val/mse", "router/load/*")
+    checks = ("loss_spike", "router_collapsed") if config is Config else ()
+    thresholds = {"spike_sigmas": 6.0, "tie_share": 0.02} if config is Config else {}
+    return Description(name, "", config, metrics, load, "tests", name, checks, thresholds)
 
 
 def workload_of(name: str) -> Description:
@@ -439,7 +443,7 @@ tags: {team: router, year: 2024}
 
 
 def test_keys_of_later_versions_are_refused_and_not_ignored():
-    for key in ("when", "zip", "exclude", "scheduler", "budget", "health"):
+    for key in ("when", "zip", "exclude", "scheduler", "budget"):
         assert only(HEAD + f"{key}: {{}}\n") == f"t.yaml:3  {key}  is not supported by this version yet; remove it"
 
 
@@ -606,7 +610,6 @@ FULL = (
 
 
 def test_the_stored_form_is_json_and_reads_back_as_the_same_spec():
-    import json
 
     spec = parse(FULL, "params.k=2", name="other")
     document = json.loads(json.dumps(to_json(spec), allow_nan=False))
@@ -615,7 +618,6 @@ def test_the_stored_form_is_json_and_reads_back_as_the_same_spec():
 
 
 def test_infinity_can_be_stored():
-    import json
 
     spec = parse("workload: bare\nmetric: val/mse\nparams: {width: 3, scale: .inf}\n")
     assert from_json(json.loads(json.dumps(to_json(spec), allow_nan=False)), workload_of) == spec
@@ -638,6 +640,77 @@ def test_a_difference_names_the_path_and_both_values():
     assert spec_difference(old, to_json(parse(param("lr: 0.002")))) == ["params.lr: 0.001 -> 0.002"]
     assert spec_difference(old, to_json(parse(param("lr: 0.001") + "  k: 2\n"))) == ["params.k: not set -> 2"]
     assert spec_difference(old, to_json(parse(param("lr: 0.001") + "log_every: 5\n"))) == ["log_every: 10 -> 5"]
+
+
+# --- health and stop ------------------------------------------------------------------------------------------------
+
+
+HEALTH = param("lr: 1e-3") + "health: {thresholds: {spike_sigmas: 8}}\nstop: {on: [router_collapsed, loss_spike]}\n"
+
+
+def test_limits_and_what_ends_a_trial_are_read_and_said_in_the_plan():
+    spec = parse(HEALTH, "health.thresholds.tie_share=0")
+    assert dict(spec.thresholds) == {"spike_sigmas": 8.0, "tie_share": 0.0}
+    assert (spec.stop_on, spec.stop_diverged) == (("router_collapsed", "loss_spike"), True)
+    assert spec.notes == (
+        "a trial ends as stopped on router_collapsed, loss_spike",
+        "threshold spike_sigmas: 8, not 6",
+        "threshold tie_share: 0, not 0.02",
+    )
+    assert from_json(json.loads(json.dumps(to_json(spec), allow_nan=False)), workload_of) == spec
+
+
+def test_orchs_own_findings_are_known_for_every_workload():
+    text = "workload: bare\nmetric: val/mse\nparams: {width: 1}\nstop: {on: [%s]}\n"
+    assert parse(text % "checkpoint, metric_name, metric_name").stop_on == ("checkpoint", "metric_name")
+    assert "it stops none" in parse(text % "unread_field").notes[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "health: {thresholds: {tie_shar: 8}}",
+            "health.thresholds.tie_shar  unknown key health.thresholds.tie_shar, did",
+        ),
+        ("health: {thresholds: {spike_sigmas: -1}}", "health.thresholds.spike_sigmas  -1: a number at least 0 is"),
+        ("health: {thresholds: {spike_sigmas: .nan}}", "health.thresholds.spike_sigmas  .nan: a number at least 0 is"),
+        ("health: {thresholds: {spike_sigmas: .inf}}", "health.thresholds.spike_sigmas  .inf: a number at least 0 is"),
+        ("health: {thresholds: [8]}", "health.thresholds  is no mapping; write thresholds: {name: number}"),
+        ("health: {limits: {}}", "health.limits  unknown key health.limits, known: thresholds"),
+        ("stop: {on: [loss_spikes]}", "stop.on  unknown check loss_spikes, did you mean loss_spike?"),
+        ("stop: {on: [xyz]}", "stop.on  unknown check xyz; toy declares loss_spike, router_collapsed"),
+        ("stop: {on: loss_spike}", "stop.on  is no list; write on: [loss_spike]"),
+        ("stop: {on: [3]}", "stop.on  3: text is needed"),
+        ("stop: {in: [loss_spike]}", "stop.in  unknown key stop.in, known: diverged, on"),
+    ],
+)
+def test_a_wrong_limit_or_check_is_told_at_its_line(line, message):
+    (said,) = complaints(param("lr: 1e-3") + line + "\n")
+    assert said.startswith(f"t.yaml:5  {message}")
+
+
+def test_a_workload_without_limits_or_checks_says_so():
+    text = "workload: bare\nmetric: val/mse\nparams: {width: 1}\n"
+    assert "bare has no thresholds" in only(text + "health: {thresholds: {spike_sigmas: 8}}\n")
+    assert "bare declares none" in only(text + "stop: {on: [loss_spike]}\n")
+
+
+def test_a_limit_or_a_stop_that_differs_is_a_difference_and_its_spelling_is_not():
+    old = to_json(parse(HEALTH))
+    again = param("lr: 1e-3") + "stop: {on: [loss_spike, router_collapsed]}\nhealth: {thresholds: {%s}}\n"
+    assert spec_difference(old, to_json(parse(again % "spike_sigmas: 8.0, tie_share: 0.02"))) == []
+    assert spec_difference(old, to_json(parse(again % ""))) == ["health.thresholds.spike_sigmas: 8 -> not set"]
+    plain = to_json(parse(param("lr: 1e-3") + "health: {thresholds: {spike_sigmas: 8}}\n"))
+    assert spec_difference(old, plain) == ['stop.on: ["loss_spike","router_collapsed"] -> []']
+
+
+def test_a_stored_sweep_that_is_older_than_limits_and_stop_on_is_no_different():
+    new = to_json(parse(param("lr: 1e-3")))
+    old = {**new, "stop": {"diverged": True}}
+    del old["health"]
+    assert spec_difference(old, new) == spec_difference(new, old) == []
+    assert spec_difference(old, to_json(parse(HEALTH))) != []
 
 
 # --- cost -----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,11 @@ from pydantic import Field, field_validator, model_validator
 from orchestrator.workload import FieldConflict, fusible, size
 from workloads.data.sources import files_of
 from workloads.engine.training_config import TRAINING_METRICS, TrainingConfig
+from workloads.probes import catalogue
 
 IMPLEMENTATION = "workloads.char_gpt.train:CharGpt"
+
+CHECKS, THRESHOLDS = catalogue.CHECKS, catalogue.THRESHOLDS
 
 METRICS = (
     *TRAINING_METRICS,

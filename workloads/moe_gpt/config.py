@@ -17,8 +17,11 @@ from workloads.char_gpt.config import METRICS as CHAR_METRICS
 from workloads.char_gpt.config import Bug as CharBug
 from workloads.char_gpt.config import Config as CharConfig
 from workloads.layers.moe_config import MoeConfig
+from workloads.probes import catalogue
 
 IMPLEMENTATION = "workloads.moe_gpt.train:MoeGpt"
+
+CHECKS, THRESHOLDS = catalogue.CHECKS, catalogue.THRESHOLDS
 
 METRICS = (
     *CHAR_METRICS,

@@ -14,8 +14,11 @@ from pydantic import Field
 from orchestrator.workload import fusible
 from workloads.engine.training_config import TRAINING_METRICS, TrainingConfig
 from workloads.layers.moe_config import MoeConfig
+from workloads.probes import catalogue
 
 IMPLEMENTATION = "workloads.moe_router.train:MoeRouter"
+
+CHECKS, THRESHOLDS = catalogue.CHECKS, catalogue.THRESHOLDS
 
 METRICS = (
     *TRAINING_METRICS,

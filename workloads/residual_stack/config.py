@@ -15,8 +15,11 @@ from pydantic import Field, model_validator
 
 from orchestrator.workload import FieldConflict, fusible
 from workloads.engine.training_config import TRAINING_METRICS, TrainingConfig
+from workloads.probes import catalogue
 
 IMPLEMENTATION = "workloads.residual_stack.train:ResidualStack"
+
+CHECKS, THRESHOLDS = (*catalogue.CHECKS, "gradient_overflow"), catalogue.THRESHOLDS
 
 METRICS = (
     # task: gradients. Norms are taken in float64, whatever the dtype of the gradients.

@@ -22,6 +22,8 @@ class Expression(NamedTuple):
 
 
 def expression_of(config: Config, context: Context) -> Expression:
+    """The seed is asked for in either case: a product has no use for it, and a sweep over seeds may hold one."""
+    context.seed("init")
     return product(config) if config.expression == "product" else mlp(config, context)
 
 

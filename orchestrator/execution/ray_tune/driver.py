@@ -199,6 +199,7 @@ def run_on_ray(
     remainders = recorders.close(CLOSE_TIMEOUT_S)
     if searcher.failure is not None:
         raise searcher.failure
+    feed.recorded()
     return remainders
 
 
