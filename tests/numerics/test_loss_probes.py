@@ -73,7 +73,21 @@ def test_losses_of_zero_and_below_are_watched_as_others():
     assert spikes(told([-5.0] * 200)) == []
 
 
+@pytest.mark.parametrize("throws_out", [False, True])
+def test_an_update_that_throws_the_model_out_is_a_spike_of_the_run(lonely: Any, throws_out: bool):
+    context = lonely(0)
+    training = Training.begin(CharGpt(), Config(**TINY, steps=60, optimizer="sgd", clip_norm=None, lr=0.05), context)
+    for step in range(1, 55):
+        training.trainer.optimizer.param_groups[0]["lr"] = 20.0 if throws_out and step == 50 else 0.05
+        training.advance()
+    told_of = [(one.step, one.severity) for one in context.findings if one.check_name == "loss_spike"]
+    assert told_of == ([(51, Severity.WARNING)] if throws_out else [])
+
+
 def test_the_limits_can_be_changed():
+    short = LossProbe(Thresholds(spike_window=8.0))
+    assert spikes(told([*normal(9), 3.0], short))
+    assert len(short.recent) == 8
     assert spikes(told([*normal(60), 3.0], LossProbe(Thresholds(spike_sigmas=1000.0)))) == []
 
 
@@ -120,12 +134,53 @@ def test_two_skips_in_a_row_are_told_once_the_scale_has_settled():
     assert skips([*settled, False, False]) == [22]
 
 
-def test_the_share_that_was_lost_is_counted_within_rows_that_live():
-    gradient = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 2.0**-15, 2.0**-14]])
-    assert lost_shares([gradient], 1.0) == (0.5, 0.0)  # 2^-14 is float16's smallest number with all its digits
-    assert lost_shares([gradient], 2.0) == (0.25, 0.0)
+def test_the_share_that_was_lost_is_counted_within_rows_and_columns_that_live():
+    gradient = torch.ones(3, 4)
+    gradient[1], gradient[:, 3] = 0.0, 0.0  # a symbol that was not in the batch, a unit that no ReLU lets through
+    assert lost_shares([gradient], 1.0) == (0.0, 0.0)
+    gradient[2, :3] = torch.tensor([0.0, 2.0**-15, -(2.0**-14)])
+    assert lost_shares([gradient], 1.0) == (2 / 6, 0.0)  # 2^-14 is float16's smallest number with all its digits
+    assert lost_shares([gradient], 2.0) == (1 / 6, 0.0)
+    assert lost_shares([gradient, torch.tensor(0.0), torch.zeros(0, 3)], 1.0) == (2 / 6, 0.0)
     assert lost_shares([torch.tensor([math.inf, 1.0]), torch.tensor([math.nan, 1.0])], 1.0) == (0.0, 0.5)
     assert lost_shares([], 1.0) == (0.0, 0.0)
+    assert lost_shares([torch.ones(2)], 0.0) == (1.0, 0.0)  # what is left of a scale after a NaN in every loss
+
+
+def test_a_relu_network_loses_nothing_to_units_that_are_off():
+    torch.manual_seed(0)
+    inputs, up, down = torch.randn(64, 8), torch.randn(8, 32, requires_grad=True), torch.randn(4, 32).requires_grad_()
+    hidden = (inputs @ up - 6.0).relu()  # 13 of 32 units are off for all 64 rows
+    gradients = torch.autograd.grad((hidden @ down.t()).square().mean(), [up, down])
+    assert (gradients[1] == 0).float().mean() > 0.2  # the limit
+    assert lost_shares(gradients, 65536.0)[0] < 0.01
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_run_whose_gradient_overflows_again_and_again_is_told(lonely: Any, is_eager: bool):
+    context = lonely(0, log_every=10)
+    training = Training.begin(CharGpt(), Config(**TINY, steps=40, precision="fp16"), context)
+    if is_eager:  # after 25 updates the scale is far too large, and halving it does not help soon
+        training.trainer.scaler = torch.amp.GradScaler("cpu", growth_factor=2.0**16, growth_interval=25)
+    for _ in range(40):
+        training.advance()
+    assert [(one.check_name, one.step) for one in context.findings] == ([("scaler_skips", 27)] if is_eager else [])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_healthy_fp16_run_raises_no_alarm_and_reports_what_it_lost(lonely: Any, seed: int):
+    context = lonely(seed, log_every=10)
+    reports = list(CharGpt().run(Config(**TINY, steps=100, precision="fp16", seed=seed, eval_every=100), context))
+    assert [one for one in context.findings if one.severity is not Severity.INFO] == []
+    assert all(report.metrics["grad/underflow_share"] < 0.01 for report in reports)  # 0.2 is the limit
+    assert all(report.metrics["grad/overflow_share"] == 0 for report in reports)
+
+
+def test_the_shares_of_an_earlier_update_are_not_reported_as_this_ones(lonely: Any):
+    training = Training.begin(CharGpt(), Config(**TINY, steps=9, precision="fp16"), lonely(0))
+    for is_thorough in (True, True, False):
+        update, hyper = training.advance()
+        assert ("grad/underflow_share" in training.report(update, hyper).metrics) == is_thorough
 
 
 @pytest.mark.parametrize(("scale", "is_lost"), [(65536.0, False), (2.0**-9, True)])

@@ -10,15 +10,22 @@ import torch
 import torch.nn.functional as F
 
 from orchestrator.trial import Severity
+from workloads.char_gpt.config import Config as CharConfig
+from workloads.char_gpt.train import CharGpt
 from workloads.engine.precision import POLICIES
+from workloads.engine.training import Training
+from workloads.engine.update import Update
 from workloads.layers.router import Routing, load_balance_loss, route, router_z_loss
 from workloads.layers.router_metrics import entropy, spacing
+from workloads.moe_gpt.bugs import PLANTED
 from workloads.moe_gpt.config import Config as MoeGptConfig
+from workloads.moe_gpt.language import MoeLanguageModel
 from workloads.moe_gpt.train import MoeGpt
 from workloads.moe_router.config import Config as RouterConfig
 from workloads.moe_router.train import MoeRouter
 from workloads.probes.catalogue import Thresholds
-from workloads.probes.router import RouterProbe, balance_by_definition, coarser_grid, z_by_definition
+from workloads.probes.probe import Look
+from workloads.probes.router import RouterProbe, balance_by_definition, choices, coarser_grid, z_by_definition
 from workloads.probes.targets import unshifted
 
 LANGUAGE = {"steps": 3, "batch_size": 4, "width": 16, "context": 32, "depth": 2, "heads": 2, "num_held_out_windows": 8}
@@ -30,6 +37,12 @@ def routing_of(logits_BE: torch.Tensor, k: int = 1, renormalize: bool = False, *
 
 def probe(k: int = 1, num_experts: int = 4, precision: str = "fp32", **limits: float) -> RouterProbe:
     return RouterProbe(Thresholds(**limits), POLICIES[precision], k, num_experts, lambda seen: seen)
+
+
+def look_at(step: int, norms: dict[str, float]) -> Look:
+    """A passing look at an update."""
+    update = Update(torch.tensor(1.0), norms, True, False, 0, [])
+    return Look(step, update, [], {}, None, thorough=False)  # type: ignore[arg-type]  # nothing asks the trainer
 
 
 def severities(context: Any) -> dict[str, Severity]:
@@ -60,6 +73,7 @@ def test_rounded_logits_are_seen_in_float32_too_and_ordinary_ones_are_not():
     logits_BE = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
     assert coarser_grid(logits_BE) is None
     assert coarser_grid(torch.zeros(32, 8)) is None  # a router that starts from zeros
+    assert coarser_grid(torch.full((32, 8), 2.0**30)) is None  # all lost in an offset
     assert coarser_grid(logits_BE[:2]) is None  # too few to tell
     assert coarser_grid(logits_BE.bfloat16().float()) == "bfloat16"
     assert coarser_grid(logits_BE.half().float()) == "float16"
@@ -75,17 +89,45 @@ def test_a_weight_that_is_always_one_is_dead_and_says_whether_by_renormalising_o
     (renormalized,) = probe()._constant_weights(routing_of(logits_BE, renormalize=True), 0, 1)
     assert "renormalised" in renormalized.message
     assert renormalized.severity is Severity.ERROR
-    (saturated,) = probe()._constant_weights(routing_of(1000 * logits_BE), 0, 1)
-    assert "saturated" in saturated.message
+
+
+def test_a_router_is_dead_of_certainty_when_it_is_certain_of_every_window():
+    logits_BE = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    certain, open_minded, watcher = routing_of(1e6 * logits_BE), routing_of(logits_BE), probe(router_patience=20)
+    courses = [certain, certain, open_minded, certain, certain, certain]
+    told = [list(watcher._constant_weights(one, 0, 10 * look)) for look, one in enumerate(courses)]
+    assert [len(findings) for findings in told] == [0, 0, 0, 0, 0, 1]
+    assert "saturated" in told[-1][0].message
+
+
+def test_one_router_without_gradient_among_others_is_told_and_a_skipped_update_is_not():
+    watcher = probe()
+    updates = [look_at(step, {"router0": 0.0, "router1": 1.0, "total": 1.0}) for step in range(20)]
+    assert not [one for look in updates[:19] for one in watcher.updated(look)]
+    (dead,) = watcher.updated(updates[19])
+    assert (dead.check_name, dead.severity) == ("dead_router", Severity.ERROR)
+    assert "router0" in dead.message
+    assert "router1" not in dead.message
+    assert not list(watcher.updated(look_at(20, {"router0": math.nan, "router1": 1.0, "total": math.nan})))
+    everyone = probe(k=4)
+    assert not [one for look in updates for one in everyone.updated(look)]  # k = num_experts is no choice
+
+
+def test_a_report_is_held_against_its_own_window_only():
+    watcher, metrics = probe(), {"router/load/0": 0.5, "router/load/1": 0.5, "router/assignments": 70.0}
+    watcher.assignments = 64.0  # of a shorter window, looked at before
+    assert [one.check_name for one in watcher.reported(1, metrics)] == ["load_count"]
+    assert not list(watcher.updated(look_at(2, {"total": 1.0})))
+    assert not list(watcher.reported(2, metrics))
 
 
 @pytest.mark.parametrize(
     ("sick", "well", "check"),
     [
-        # One expert for all; two experts that nobody asks for; exact ties; places for a quarter of the tokens.
+        # One expert for all; two experts that nobody asks for; logits that an offset of 300 rounds to steps of 2.
         (torch.eye(4)[[0] * 64], torch.eye(4)[[0, 1, 2, 3] * 16], "router_collapsed"),
         (torch.eye(4)[[0, 1] * 32], torch.eye(4)[[0, 1, 2, 3] * 16], "dead_experts"),
-        (torch.eye(4)[[0, 1, 2, 3] * 16].clamp(max=0), torch.eye(4)[[0, 1, 2, 3] * 16], "router_ties"),
+        ((torch.eye(4)[[0, 1, 2, 3] * 16] / 2 + 300).bfloat16(), torch.eye(4)[[0, 1, 2, 3] * 16], "router_ties"),
     ],
 )
 def test_what_lasts_is_told_and_what_passes_is_not(sick: torch.Tensor, well: torch.Tensor, check: str):
@@ -97,6 +139,23 @@ def test_what_lasts_is_told_and_what_passes_is_not(sick: torch.Tensor, well: tor
     assert check in told(sick, sick, sick)
     assert check not in told(sick, sick, well, sick, sick)
     assert told(well, well, well) == []
+
+
+def test_ties_of_experts_a_hair_apart_are_no_news():
+    """A z-loss pulls the logits of an undecided router to -log E, where bf16 is coarser; the loss does not mind."""
+    close_BE = (0.05 * torch.randn(256, 8, generator=torch.Generator().manual_seed(0)) - 2).bfloat16()
+    watcher = probe(num_experts=8, precision="bf16", router_patience=0)
+    assert choices(routing_of(close_BE), 1, 8).ties > 4 * Thresholds().tie_share
+    assert not list(watcher._choices(routing_of(close_BE), 0, 1))
+
+
+def test_experts_that_take_turns_are_not_dead_and_few_tokens_collapse_nothing():
+    watcher = probe(router_patience=20)
+    for step, absent in enumerate([0, 1, 2, 3] * 3):
+        present = [expert for expert in range(4) if expert != absent]
+        assert not list(watcher._choices(routing_of(torch.eye(4)[present * 22]), 0, 10 * step))
+    for step in range(0, 60, 10):
+        assert not list(watcher._choices(routing_of(torch.eye(4)[[0, 0]]), 1, step))
 
 
 def test_dropped_tokens_are_told_when_many_find_their_expert_full():
@@ -118,6 +177,37 @@ def test_targets_are_held_against_the_tokens_read_and_those_that_follow():
     one_symbol = torch.zeros(4, 32, dtype=torch.int64)
     assert not list(unshifted(one_symbol, one_symbol, None, 1))  # nothing can be told
     assert not list(unshifted(tokens, tokens, torch.zeros(4, 32, dtype=torch.bool), 1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("bug", "settings", "checks"),
+    [
+        ("bf16_router", {}, {"router_dtype"}),
+        ("renormalized_top1", {"k": 1}, {"dead_router"}),
+        ("double_counted_load", {}, {"auxiliary_loss", "load_count"}),
+        ("padding_in_z", {}, {"auxiliary_loss"}),
+        ("unshifted_targets", {}, {"targets_not_shifted"}),
+    ],
+)
+def test_a_planted_bug_is_named_at_the_first_update(
+    lonely: Any, bug: Any, settings: dict[str, Any], checks: set[str], seed: int
+):
+    context = lonely(seed)
+    common = {**LANGUAGE, "padding": 0.5, "accumulation_steps": 2, "c_z": 0.01} | settings
+    training = Training.begin(PLANTED.get(bug, MoeLanguageModel)(), MoeGptConfig(**common, bug=bug), context)
+    training.report(*training.advance())
+    assert set(severities(context)) == checks
+    assert {finding.step for finding in context.findings} == {1}
+    assert {finding.severity for finding in context.findings} == {Severity.ERROR}
+
+
+def test_unshifted_targets_of_char_gpt_are_named_at_the_first_update(lonely: Any):
+    planted, healthy = lonely(), lonely()
+    for context, bug in ((planted, "unshifted_targets"), (healthy, "none")):
+        Training.begin(CharGpt(), CharConfig(**LANGUAGE, bug=bug), context).advance()
+    assert [(one.check_name, one.step) for one in planted.findings] == [("targets_not_shifted", 1)]
+    assert healthy.findings == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-selective"])

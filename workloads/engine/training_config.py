@@ -21,7 +21,7 @@ TRAINING_METRICS = (
     "params/nonfinite",  # parameter values that are NaN or infinite
     "scaler/scale",  # fp16 only, as the next three
     "scaler/skipped_steps",
-    "grad/underflow_share",  # of values in rows that are not 0: scaled, too small for all digits
+    "grad/underflow_share",  # of values, scaled, too small for all digits; rows and columns of 0 left out
     "grad/overflow_share",  # of all values, not finite
     "time/step_seconds",  # mean of the updates since the last report, evaluation not counted
     "time/tokens_per_second",  # valid targets (rows or tokens) trained on, over the same updates

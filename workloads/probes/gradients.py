@@ -94,8 +94,9 @@ class UpdateProbe(Probe):
 
     def _weights(self, look: Look) -> Iterator[Finding]:
         tolerance = self.thresholds.weight_tolerance
-        counted = [weight / look.update.loss_scale for weight in _floats(look.update.weights)]
-        yield from misweighed(counted, [share for share, _ in look.update.seen], tolerance, look.step)
+        if look.update.loss_scale > 0:  # a scale that was halved until it was nothing: another finding's matter
+            counted = [weight / look.update.loss_scale for weight in _floats(look.update.weights)]
+            yield from misweighed(counted, [share for share, _ in look.update.seen], tolerance, look.step)
         if look.update.applied:
             applied = gradient_norms(look.trainer.blocks)["total"]
             before, clip_norm = look.update.norms["total"], look.trainer.clip_norm

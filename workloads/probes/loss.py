@@ -15,7 +15,7 @@ from workloads.probes.catalogue import Thresholds
 from workloads.probes.probe import Look, Probe
 
 ROBUST_SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
-ENOUGH_VALUES = 32  # before a value is judged
+ENOUGH_VALUES = 32  # before a value is judged; a shorter window is enough when it is full
 NEW_LEVEL = 16  # values in a row that would be spikes are no spikes: the loss has moved there
 OUT_OF_PROPORTION = 3.0  # times the distance to the limit
 BLOCK = 25  # updates that one point of the loss's course stands for
@@ -56,7 +56,7 @@ class LossProbe(Probe):
                 self.recent, self.beyond = self.beyond, []
         else:
             self.beyond = []
-            self.recent = [*self.recent[1 - int(self.thresholds.spike_window) :], loss]
+            self.recent = [*self.recent, loss][-self._window() :]
         yield from self._plateau(step, loss)
 
     def _spike(self, step: int, loss: float, normal: float, limit: float) -> Finding:
@@ -75,7 +75,7 @@ class LossProbe(Probe):
         hardly a sigma; and by its distance over that of the worst recent value, since losses of few rows have long
         tails.
         """
-        if len(self.recent) < ENOUGH_VALUES or loss <= (worst := max(self.recent)):
+        if len(self.recent) < min(ENOUGH_VALUES, self._window()) or loss <= (worst := max(self.recent)):
             return None
         normal = median(self.recent)
         sigma = ROBUST_SIGMA * median(abs(value - normal) for value in self.recent)
@@ -84,6 +84,9 @@ class LossProbe(Probe):
             limits.spike_sigmas * sigma, limits.spike_excess * abs(normal), limits.spike_over_worst * (worst - normal)
         )
         return (normal, limit) if loss > limit else None
+
+    def _window(self) -> int:
+        return max(1, int(self.thresholds.spike_window))
 
     def _plateau(self, step: int, loss: float) -> Iterator[Finding]:
         self.block.append(loss)
@@ -98,7 +101,7 @@ class LossProbe(Probe):
         gain, limit = before - after, self.thresholds.plateau_gain * abs(before)
         if gain < limit:
             message = f"the loss has gone from {before:.4g} to {after:.4g} in the last {2 * half * BLOCK} updates"
-            advice = "it may be done; else raise lr or let the schedule lower it"
+            advice = "it may be done; else try another lr, or a schedule that lowers it"
             yield Finding("loss_plateau", Severity.INFO, message, advice, step, gain, limit)
 
     def held_out(self, step: int, train: float, held_out: float) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class LossScaleProbe(Probe):
     def updated(self, look: Look) -> Iterator[Finding]:
         if not look.trainer.scaler.is_enabled():
             return
+        self.shares = {}  # those of an earlier update are not this one's
         yield from self.see(look.step, look.update.loss_scale, look.update.applied)
         if look.thorough:
             gradients = [one.grad for one in look.trainer.parameters if one.grad is not None]
@@ -67,21 +69,20 @@ def lost_shares(gradients: Iterable[Tensor], scale: float) -> tuple[float, float
     """Which share of a gradient's values underflowed in float16, and which is not finite.
 
     A value underflows when, scaled, it is below float16's smallest normal number, 2^-14: it has lost digits, and below
-    2^-25 all of them, which makes it 0. Rows that are 0 throughout do not count: symbols that were not in the batch,
-    experts without a token, and, not to be told from these, rows that were lost altogether.
+    2^-25 all of them, which makes it 0. Rows and columns that are 0 throughout do not count: symbols that were not in
+    the batch, experts without a token, units that no ReLU lets through, and, not to be told from these, what was lost
+    altogether; the share is a lower bound. A vector is a row, so that none of its zeros count.
     """
-    tiny = torch.finfo(torch.float16).tiny / scale
-    counts = [_counts(gradient, tiny) for gradient in map(dense_real, gradients) if gradient.numel()]
-    if not counts:
+    tiny = torch.finfo(torch.float16).tiny / scale if scale > 0 else math.inf  # after 166 skips in a row a scale is 0
+    tensors = [gradient for gradient in map(dense_real, gradients) if gradient.numel()]
+    if not tensors:
         return 0.0, 0.0
-    small, living, nonfinite, total = torch.stack(counts).sum(0).tolist()
-    return small / max(living, 1.0), nonfinite / total
+    small, living, finite = torch.stack([_counts(gradient, tiny) for gradient in tensors]).sum(0).tolist()
+    return small / max(living, 1), 1 - finite / sum(gradient.numel() for gradient in tensors)
 
 
 def _counts(gradient: Tensor, tiny: float) -> Tensor:
-    """Values that are too small, values of rows that are not 0, values that are not finite, all values; float64 [4]."""
+    """Values that are too small, values in rows and columns that are not 0, and values that are finite; int64 [3]."""
     rows = gradient.reshape(-1, gradient.shape[-1]) if gradient.dim() else gradient.reshape(1, 1)
-    lives = rows.any(-1)
-    small = ((rows.abs() < tiny) & lives.unsqueeze(-1)).sum()
-    numbers = (small, lives.sum() * rows.shape[-1], (~rows.isfinite()).sum(), torch.tensor(rows.numel()))
-    return torch.stack([number.double() for number in numbers])
+    lives = rows.any(-1, keepdim=True) & rows.any(0)
+    return torch.stack([((rows.abs() < tiny) & lives).sum(), lives.sum(), rows.isfinite().sum()])

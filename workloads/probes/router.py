@@ -5,24 +5,25 @@ Axes: B valid tokens of a window, E experts, K chosen experts of a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from orchestrator.trial import Finding, Severity
 from workloads.engine.precision import Precision
-from workloads.layers.router import Routing
-from workloads.layers.router_metrics import joined
+from workloads.layers.router import Routing, tie_share
+from workloads.layers.router_metrics import joined, spacing
 from workloads.probes.catalogue import Thresholds
 from workloads.probes.probe import Look, Probe
 
-ENOUGH_PER_EXPERT = 16  # assignments in a window; an even router leaves an expert without any in e^-16 of windows
+ENOUGH = 16  # an expert that is due so many assignments of a window goes without any by chance in e^-16 of windows
 ENOUGH_LOGITS = 64  # that all of so many lie on a coarser grid is no accident
 LOSS_ROUNDINGS = 4  # operations of the loss in float32, each off by half a unit of the last place
-TERM_TOLERANCE = 1e-4  # relative: the terms are sums of float32 numbers, here of float64
+TERM_TOLERANCE = 1e-5  # relative: the terms are sums of float32 numbers, here of float64; they differ by 2e-7
 
 
 @dataclass
@@ -39,12 +40,13 @@ class RouterProbe(Probe):
     num_experts: int
     parts: Callable[[Any], tuple[Tensor, Sequence[Routing]]]
     since: dict[str, int] = field(init=False, default_factory=dict)  # condition/layer -> the step it began at
-    num_zero: int = field(init=False, default=0)  # updates in a row without any gradient for a router
-    assignments: float = field(init=False, default=0.0)  # due in the last window looked at
+    zero_for: dict[str, int] = field(init=False, default_factory=dict)  # router -> updates in a row without gradient
+    assignments: float = field(init=False, default=0.0)  # due in this window; 0 where it was not looked at
 
     def updated(self, look: Look) -> Iterator[Finding]:
         yield from self._without_gradient(look)
-        if not look.thorough:
+        self.assignments = 0.0
+        if not look.thorough or not math.isfinite(look.update.loss):  # NaN chooses experts at random
             return
         seen = [self.parts(seen) for _, seen in look.update.seen]
         layers = [list(routings) for routings in zip(*(routings for _, routings in seen), strict=True)]
@@ -71,12 +73,16 @@ class RouterProbe(Probe):
             yield Finding("load_count", Severity.ERROR, message, advice, step, total, 1.0)
 
     def _without_gradient(self, look: Look) -> Iterator[Finding]:
-        norms = [norm for name, norm in look.update.norms.items() if name.startswith("router")]
-        self.num_zero = self.num_zero + 1 if norms and not any(norms) else 0
-        if self.num_zero >= self.thresholds.no_gradient_updates and self.num_experts > self.k:
-            message = f"the gradient of every router was exactly zero in {self.num_zero} updates: none of them learns"
+        zero = [name for name, norm in look.update.norms.items() if name.startswith("router") and norm == 0]
+        self.zero_for = {name: self.zero_for.get(name, 0) + 1 for name in zero}
+        limit = self.thresholds.no_gradient_updates
+        dead = [name for name, count in self.zero_for.items() if count >= limit]
+        if dead and self.num_experts > self.k:
+            message = (
+                f"{', '.join(dead)}: the gradient was exactly zero in {limit:.0f} updates; nothing is learned there"
+            )
             advice = "set renormalize: false for k: 1, or look for a detach() between router and loss"
-            yield Finding("dead_router", Severity.ERROR, message, advice, look.step, 0.0)
+            yield Finding("dead_router", Severity.ERROR, message, advice, look.step, 0.0, 0.0)
 
     def _dtype(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
         found = {"logits": window.logits_BE.dtype, "softmax": window.probabilities_BE.dtype}
@@ -95,17 +101,17 @@ class RouterProbe(Probe):
 
     def _constant_weights(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
         """A weight of exactly 1 for every token has no gradient: neither p / p nor a saturated softmax teaches."""
-        if self.k != 1 or self.num_experts == 1 or not bool((window.weights_BK == 1).all()):
-            return
-        if bool((window.probabilities_BE.amax(-1) == 1).all()):
+        constant = self.k == 1 and self.num_experts > 1 and bool((window.weights_BK == 1).all())
+        certain = constant and bool((window.probabilities_BE.amax(-1) == 1).all())
+        if self._lasts("certain", layer, certain, step):  # of one window a router may well be certain
             message = f"the router of layer {layer} is certain of every token: its softmax is saturated"
             advice = "raise c_z or lower lr: the z-loss keeps logits small"
-        else:
+            yield Finding("dead_router", Severity.ERROR, message, advice, step, 1.0, 1.0)
+        if constant and not certain:
             message = (
                 f"layer {layer}: top-1 weights are renormalised to 1: the task's gradient to the router is exactly 0"
             )
-            advice = "set renormalize: false"
-        yield Finding("dead_router", Severity.ERROR, message, advice, step, 0.0)
+            yield Finding("dead_router", Severity.ERROR, message, "set renormalize: false", step, 1.0, 1.0)
 
     def _auxiliary(
         self, look: Look, added: float, layers: Sequence[Sequence[Routing]], windows: Sequence[Routing]
@@ -136,31 +142,49 @@ class RouterProbe(Probe):
 
     def _choices(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
         """What is wrong with who was chosen, if it stays so."""
-        limits, num_tokens = self.thresholds, len(window.logits_BE)
-        load_E = torch.bincount(window.experts_BK.flatten(), minlength=self.num_experts).double()
-        largest, smallest, ties, kept = torch.stack(
-            [load_E.max(), load_E.min(), tie_share(window, self.k), window.kept_BK.double().mean()]
-        ).tolist()  # one transfer
-        share = largest / num_tokens
-        if self._lasts("ties", layer, ties > limits.tie_share, step):
-            message = f"layer {layer}: {ties:.1%} of tokens tie exactly between the last expert chosen and the next"
-            advice = "use precision: bf16-selective (a float32 router), or keep logits small with c_z"
-            yield Finding("router_ties", Severity.WARNING, message, advice, step, ties, limits.tie_share)
-        one_for_all = self.num_experts > max(2, self.k) and share > limits.collapse_share
-        if self._lasts("collapsed", layer, one_for_all, step):
-            message = f"layer {layer}: one expert is chosen by {share:.1%} of tokens"
+        seen = choices(window, self.k, self.num_experts)
+        yield from self._ties(seen, layer, step)
+        yield from self._collapsed(seen, layer, step)
+        yield from self._dead(seen, layer, step)
+        yield from self._dropped(seen, layer, step)
+
+    def _ties(self, seen: Choices, layer: int, step: int) -> Iterator[Finding]:
+        """Ties that hide a difference: experts a hair apart are equals to the router too, whoever is chosen."""
+        limit = self.thresholds.tie_share
+        if self._lasts("ties", layer, seen.ties > limit and seen.spacing >= self.thresholds.tie_spacing, step):
+            message = (
+                f"layer {layer}: {seen.ties:.1%} of tokens tie exactly between the last expert chosen and the next; "
+                f"the largest logits are rounded to {seen.spacing:.3g}"
+            )
+            advice = "use precision: bf16-selective (a float32 router), or c_z from the first update on"
+            yield Finding("router_ties", Severity.WARNING, message, advice, step, seen.ties, limit)
+
+    def _collapsed(self, seen: Choices, layer: int, step: int) -> Iterator[Finding]:
+        share, limit = max(seen.load) / seen.num_tokens, self.thresholds.collapse_share
+        has_choice = self.num_experts > max(2, self.k) and seen.num_tokens >= ENOUGH
+        if self._lasts("collapsed", layer, has_choice and share > limit, step):
+            message = f"layer {layer}: one of {self.num_experts} experts is chosen by {share:.1%} of tokens"
             advice = "raise alpha, lower lr, or look at router/z: a router that is certain does not come back"
-            yield Finding("router_collapsed", Severity.WARNING, message, advice, step, share, limits.collapse_share)
-        is_dead = smallest == 0 and num_tokens * self.k / self.num_experts >= ENOUGH_PER_EXPERT
-        if self._lasts("dead", layer, is_dead, step):
-            num_dead = int((load_E == 0).sum())
-            message = f"layer {layer}: {num_dead} of {self.num_experts} experts get no token at all"
+            yield Finding("router_collapsed", Severity.WARNING, message, advice, step, share, limit)
+
+    def _dead(self, seen: Choices, layer: int, step: int) -> Iterator[Finding]:
+        """The same experts without a token at every look, in windows in which each was due enough of them."""
+        enough = seen.num_tokens * self.k / self.num_experts >= ENOUGH
+        names = [f"dead {expert}" for expert in range(self.num_experts)]
+        lasting = [
+            self._lasts(name, layer, enough and load == 0, step) for name, load in zip(names, seen.load, strict=True)
+        ]
+        if any(lasting):
+            message = f"layer {layer}: {sum(lasting)} of {self.num_experts} experts get no token at all"
             advice = "raise alpha, or use fewer experts"
-            yield Finding("dead_experts", Severity.WARNING, message, advice, step, float(num_dead), 0.0)
-        if self._lasts("dropped", layer, 1 - kept > limits.dropped_share, step):
-            message = f"layer {layer}: {1 - kept:.1%} of assignments find their expert full and are dropped"
+            yield Finding("dead_experts", Severity.WARNING, message, advice, step, float(sum(lasting)), 0.0)
+
+    def _dropped(self, seen: Choices, layer: int, step: int) -> Iterator[Finding]:
+        limit = self.thresholds.dropped_share
+        if self._lasts("dropped", layer, seen.dropped > limit, step):
+            message = f"layer {layer}: {seen.dropped:.1%} of assignments find their expert full and are dropped"
             advice = "raise capacity_factor, or alpha for a more even load"
-            yield Finding("tokens_dropped", Severity.WARNING, message, advice, step, 1 - kept, limits.dropped_share)
+            yield Finding("tokens_dropped", Severity.WARNING, message, advice, step, seen.dropped, limit)
 
     def _lasts(self, condition: str, layer: int, holds: bool, step: int) -> bool:
         """True when a condition has held at every thorough look for `router_patience` updates."""
@@ -169,6 +193,24 @@ class RouterProbe(Probe):
             self.since.pop(key, None)
             return False
         return step - self.since.setdefault(key, step) >= self.thresholds.router_patience
+
+
+class Choices(NamedTuple):
+    """Who was chosen in a window: `load` counts each expert's assignments, `spacing` is that of the largest logit."""
+
+    num_tokens: int
+    load: list[float]
+    ties: float
+    spacing: float
+    dropped: float
+
+
+def choices(window: Routing, k: int, num_experts: int) -> Choices:
+    load_E = torch.bincount(window.experts_BK.flatten(), minlength=num_experts).double()
+    ties, apart = tie_share(window.logits_BE, k).double(), spacing(window.logits_BE.abs().amax())
+    dropped = 1 - window.kept_BK.double().mean()
+    values = torch.cat([load_E, torch.stack([ties, apart, dropped])]).tolist()  # one transfer
+    return Choices(len(window.logits_BE), values[:-3], *values[-3:])
 
 
 def balance_by_definition(window: Routing) -> float:
@@ -189,17 +231,11 @@ def z_by_definition(logits_BE: Tensor) -> float:
     return float(squares_B.sum() / max(len(squares_B), 1))
 
 
-def tie_share(window: Routing, k: int) -> Tensor:
-    """The share of tokens whose k-th and (k+1)-th logit are exactly equal; 0 where there is no (k+1)-th."""
-    if k >= window.logits_BE.shape[-1]:
-        return torch.zeros((), dtype=torch.float64, device=window.logits_BE.device)
-    top = window.logits_BE.topk(k + 1, dim=-1).values
-    return (top[:, k - 1] == top[:, k]).double().mean()
-
-
 def coarser_grid(logits_BE: Tensor) -> str | None:
     """The 16-bit format that holds every one of many float32 logits exactly, if there is one."""
-    if logits_BE.dtype != torch.float32 or logits_BE.numel() < ENOUGH_LOGITS or not bool(logits_BE.any()):
+    if logits_BE.dtype != torch.float32 or logits_BE.numel() < ENOUGH_LOGITS:
+        return None
+    if bool(logits_BE.amin() == logits_BE.amax()):  # all zero at the start, or all lost in an offset
         return None
     for dtype in (torch.bfloat16, torch.float16):
         if bool((logits_BE.to(dtype).float() == logits_BE).all()):
