@@ -94,6 +94,16 @@ with app.setup:
         from orch.runs where sweep = %s order by trial
     """
 
+    FINDINGS = """
+        select
+            severity, check_name, count(distinct trial) as trials,
+            (array_agg(message order by trial, step nulls first))[1] as message,
+            (array_agg(advice order by trial, step nulls first))[1] as advice
+        from orch.findings where sweep = %s
+        group by severity, check_name
+        order by array_position(array['error', 'warning', 'info'], severity), trials desc, check_name
+    """
+
     # The same steps are kept in every trial (every n-th report), and always a trial's last point and the first
     # non-finite one after a finite one. Trials that are not drawn give their last point only.
     POINTS = """
@@ -147,11 +157,19 @@ def read_fields(sweep):
 
 @app.function
 def read_curves(sweep, metric):
-    """The sweep's trials, and the points of one metric that are worth sending to a browser."""
+    """The sweep's trials and findings, and the points of one metric that are worth sending to a browser."""
     trials = read(TRIALS, (sweep,))
     drawn = [trial["trial"] for trial in trials if trial["run_id"]][:MAX_LINES]
     points = read(POINTS, {"sweep": sweep, "metric": metric, "drawn": drawn, "limit": MAX_POINTS})
-    return {"sweep": sweep, "metric": metric, "trials": trials, "drawn": drawn, "points": points}
+    findings = read(FINDINGS, (sweep,))
+    return {
+        "sweep": sweep,
+        "metric": metric,
+        "trials": trials,
+        "drawn": drawn,
+        "points": points,
+        "findings": findings,
+    }
 
 
 @app.function
@@ -238,6 +256,24 @@ def sweep_line(sweep):
         f'<tr><td><b>{name}</b><div class="question">{html.escape(lines[0])}</div></td>'
         f"<td>{html.escape(sweep['state'])}</td><td>{progress_bar(sweep)}</td>{counts}"
         f"<td>{started}</td><td>{duration(sweep['seconds'])}</td></tr>"
+    )
+
+
+@app.function
+def findings_table(findings, num_trials):
+    """What checks found, a line each, worst first; whatever a check says is escaped."""
+    lines = "".join(finding_line(one, num_trials) for one in findings)
+    return f'<table class="orch-sweeps">{lines}</table>'
+
+
+@app.function
+def finding_line(finding, num_trials):
+    colour = {"error": "failed", "warning": "diverged", "info": "none"}[finding["severity"]]
+    where = f"{finding['trials']} of {num_trials} trials" if finding["trials"] else "preflight"
+    name, message, advice = (html.escape(finding[part]) for part in ("check_name", "message", "advice"))
+    return (
+        f'<tr><td class="{colour}">{finding["severity"]}</td><td>{name}</td><td>{where}</td>'
+        f'<td class="words">{message}<div class="question">{advice}</div></td></tr>'
     )
 
 
@@ -494,6 +530,7 @@ def _():
       .orch-sweeps td { padding: 9px 12px 9px 0; border-bottom: 1px solid #eef0f3; vertical-align: top;
                         white-space: nowrap; }
       .orch-sweeps td:first-child { white-space: normal; max-width: 380px; overflow-wrap: anywhere; }
+      .orch-sweeps .words { white-space: normal; overflow-wrap: anywhere; }
       .orch-sweeps .number { text-align: right; font-variant-numeric: tabular-nums; }
       .orch-sweeps .none { color: #b3bac2; }
       .orch-sweeps .diverged { color: #b3641a; font-weight: 600; }
@@ -700,6 +737,13 @@ def _(axis_picker, curves, lines, log_switch):
         return mo.vstack([chart, mo.Html(f'<div class="orch-note">{html.escape(notes)}</div>')])
 
     picture()
+    return
+
+
+@app.cell
+def _(curves):
+    mo.stop(curves is None or not curves["findings"])
+    mo.Html(findings_table(curves["findings"], len(curves["trials"])))
     return
 
 

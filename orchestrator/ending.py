@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.planning import SweepRequest
 from orchestrator.reports.compare import compare, effects
+from orchestrator.reports.health import Found, found_in
 from orchestrator.reports.source import Query
 from orchestrator.reports.status import state_counts
 from orchestrator.reports.table import Table
@@ -29,6 +30,7 @@ class SweepEnding:
     counts: Mapping[str, int]
     comparison: Table
     effects: Table
+    found: Sequence[Found]
     remarks: Sequence[str]
     next_commands: Sequence[tuple[str, str]]
 
@@ -77,6 +79,7 @@ def ending_of(query: Query, sweep: str, request: SweepRequest, code: int) -> Swe
         next_commands = [
             (f"{orch} runs {sweep}", "one line a trial"),
             (f"{orch} best {sweep}", "the best finite run"),
+            (f"{orch} health {sweep}", "findings, worst first, and what to do"),
             (f'{orch} sql "select * from sweep_{sweep} limit 5"', "SQL"),
             (f"{orch} ui", "MLflow's UI and the dashboards"),
         ]
@@ -86,6 +89,7 @@ def ending_of(query: Query, sweep: str, request: SweepRequest, code: int) -> Swe
         counts=state_counts(query, sweep),
         comparison=compare(query, [sweep], None, None),
         effects=effects(query, sweep),
+        found=found_in(query, sweep),
         remarks=[],
         next_commands=next_commands,
     )

@@ -14,11 +14,12 @@ from orchestrator.backends import Backend, open_backend
 from orchestrator.ending import INTERRUPTED, SweepEnding, ending_of, exit_code, remarks_on
 from orchestrator.errors import AlreadyExists, DatabaseLost
 from orchestrator.planning import SweepRequest, read_spec
+from orchestrator.preflight import preflight
 from orchestrator.search import make_searcher, plan_count
 from orchestrator.settings import artifact_root
 from orchestrator.signals import Signals
 from orchestrator.spec import SweepSpec, spec_difference, to_json
-from orchestrator.trial import TrialState
+from orchestrator.trial import Finding, TrialState
 from orchestrator.workload import Description, describe
 
 if TYPE_CHECKING:  # heavy or needing a database: imported where a sweep really starts
@@ -115,10 +116,13 @@ def _start(
     from orchestrator.places import check_places
 
     ledger = Ledger(engine)
+    findings: list[Finding] = []
     if existing is not None:
         with ledger.hold(existing.id):
             pass  # somebody else's sweep is refused before Ray is started; it is taken for good below
     check_places(workspace.settings, workspace.home)
+    if existing is None:
+        findings = _checked(spec, observer)
     mlflow_import = threading.Thread(target=_import_mlflow, daemon=True)
     with Signals() as signals, open_backend(workspace, spec, workload, request, mlflow_import) as backend:
         mlflow_import.join()
@@ -126,6 +130,7 @@ def _start(
 
         runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
         sweep = existing or create_sweep(ledger, runs, spec, workload)
+        ledger.add_findings(sweep.id, [(None, None, finding) for finding in findings])
         with ledger.hold(sweep.id) as hold, _abandoned_on_error(ledger, sweep.id):
             _restate(ledger, sweep, spec)
             refresh_views = view_refresher(engine, sweep.name)
@@ -138,6 +143,23 @@ def _start(
             code = run.patiently(lambda: settle(ledger, sweep, run, remainders))
     ending = ending_of(workspace.query, sweep.name, request, code)
     return replace(ending, remarks=[*remarks_on(run, remainders), *ending.remarks])
+
+
+def _checked(spec: SweepSpec, observer: Observer) -> list[Finding]:
+    """What the preflight of a new sweep found. Raises SpecError for an error.
+
+    Only of a new one: its file may not change in what is trained, so that later calls have the same structures.
+    """
+    if not spec.preflight:
+        return []
+    result = preflight(spec, observer.said)
+    if not result.answers:
+        return []
+    for line in result.remarks():
+        observer.said(line)
+    if result.has_error:
+        raise result.refusal()
+    return result.findings()
 
 
 @contextlib.contextmanager

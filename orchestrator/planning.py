@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.preflight import preflight_notes
 from orchestrator.reports.source import unstable_in_words
 from orchestrator.reports.table import Table, short
 from orchestrator.search import plan_count, plan_notes
@@ -57,6 +58,15 @@ def read_spec(path: Path, overrides: Sequence[str], name: str | None) -> SweepSp
     return parse_sweep(read_sweep_file(path), str(path), describe, overrides, name)
 
 
+def read_spec_or_workload(what: str, overrides: Sequence[str]) -> SweepSpec:
+    """The sweep file of that name; or else a sweep of one trial, the defaults of the workload of that name."""
+    path = Path(what)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return read_spec(path, overrides, None)
+    metric = [*describe(what).metrics, "loss"][0]
+    return parse_sweep(f"workload: {what}\nmetric: {metric}\n", what, describe, overrides, name="check")
+
+
 def plan_sweep(path: Path, overrides: Sequence[str], name: str | None) -> Table:
     """What would run. Opens no database and starts nothing."""
     spec = read_spec(path, overrides, name)
@@ -70,6 +80,7 @@ def plan_sweep(path: Path, overrides: Sequence[str], name: str | None) -> Table:
         *plan_notes(spec),
     ]
     notes += [unstable_in_words(to_json(spec)["unstable"])] if spec.unstable else []
+    notes += preflight_notes(spec)
     root = Settings().artifact_root
     if root and local_folder(root) is None:
         notes.append(f"no checkpoints in {root}: an interrupted trial starts again at step 0")

@@ -15,10 +15,12 @@ from orchestrator import __version__
 COMMANDS = {
     "sweep": "Run a sweep file; --resume creates or continues.",
     "plan": "Say what a sweep would run; start nothing.",
+    "check": "Check a sweep or workload before it trains.",
     "status": "Sweeps and their progress.",
     "runs": "One line a trial.",
     "best": "The best finite run and its parameters.",
     "compare": "Per cell: mean, spread, diverged share, cost.",
+    "health": "What probes and checks found, worst first.",
     "sql": "Read-only SQL on the views.",
     "ui": "MLflow's UI and the dashboards.",
     "workloads": "What can be swept: fields, defaults, metrics.",

@@ -8,6 +8,7 @@ import click
 
 from orchestrator.cli.output import print_table
 from orchestrator.ending import SweepEnding
+from orchestrator.reports.health import found_in_words
 from orchestrator.reports.table import Format
 from orchestrator.trial import jsonable
 
@@ -23,6 +24,8 @@ def print_end(ending: SweepEnding, fmt: Format) -> None:
         print_table(ending.effects)
     click.echo()
     click.echo(summary(ending))
+    if ending.found:
+        click.echo(f"findings: {found_in_words(ending.found)}; orch health {ending.sweep}")
     for remark in ending.remarks:
         click.echo(remark)
     click.echo()
@@ -41,6 +44,9 @@ def _print_json(ending: SweepEnding) -> None:
         "sweep": ending.sweep,
         "exit_code": ending.exit_code,
         "counts": dict(ending.counts),
+        "findings": [
+            {"severity": one.severity, "check": one.check_name, "trials": len(one.trials)} for one in ending.found
+        ],
         "remarks": list(ending.remarks),
         "comparison": ending.comparison.records(),
         "effects": ending.effects.records(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import OrchError
@@ -27,7 +27,8 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
     """One row a cell. `by` defaults to the grid axes without seed, `metrics` to the sweep's own and its `show:` list.
 
     Diverged trials count in n and in the diverged share, never in a mean. The unstable share has columns where a sweep
-    says what it calls unstable; trials of which that is unknown do not count in it.
+    says what it calls unstable; trials of which that is unknown do not count in it. Suspect trials are in the means,
+    as a sweep of bugs wants it; where there are any, a column counts them.
     """
     facts = [sweep_facts(query, name) for name in sweeps]
     if metrics:
@@ -35,10 +36,12 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
     wanted = list(dict.fromkeys(metrics or [name for one in facts for name in (one.metric, *one.show)]))
     axes = list(dict.fromkeys(by or [axis for one in facts for axis in one.cell_axes]))
     cells: dict[str, tuple[list[Any], list[Record]]] = {}
+    suspects = {one.name: _suspects(query, one.name) for one in facts}
     for one in facts:
         for record in trial_records(query, one.name, wanted):
             if by:
                 _check_axes(axes, record, one)
+            record["suspect"] = record["trial"] in suspects[one.name]
             label = [one.name, *(record["config"].get(axis) for axis in axes)]
             cells.setdefault(canonical_json(label), (label, []))[1].append(record)
     head = ["sweep", *axes] if len(facts) > 1 else list(axes)
@@ -49,13 +52,17 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
         *(name for metric in wanted for name in (metric, f"{metric} ±")),
         *("diverged", "95 %"),
         *(("unstable", "unstable 95 %") if rules else ()),
+        *(("suspect",) if any(suspects.values()) else ()),
         "seconds",
     ]
     rows = [
-        [*(label if len(facts) > 1 else label[1:]), *_cell_row(records, wanted, bool(rules))]
+        [*(label if len(facts) > 1 else label[1:]), *_cell_row(records, wanted, bool(rules), any(suspects.values()))]
         for label, records in cells.values()
     ]
-    notes = [*_notes(cells), *(rule if len(facts) == 1 else f"{name}: {rule}" for name, rule in rules.items())]
+    notes = [
+        *_notes(cells, suspects),
+        *(rule if len(facts) == 1 else f"{name}: {rule}" for name, rule in rules.items()),
+    ]
     return Table(columns, rows, title=facts[0].question if len(facts) == 1 else "", notes=notes)
 
 
@@ -66,7 +73,13 @@ def _check_axes(axes: Sequence[str], record: Record, facts: SweepFacts) -> None:
         raise OrchError(f"--by  {missing[0]!r} is not a parameter of sweep {facts.name}; {hint}")
 
 
-def _cell_row(records: Sequence[Record], metrics: Sequence[str], with_unstable: bool) -> list[Any]:
+def _suspects(query: Query, sweep: str) -> set[int]:
+    """The trials that do not measure what they claim: a check found an error in them."""
+    _, rows = query("select trial from orch.runs where sweep = %s and verdict = 'suspect'", (sweep,))
+    return {trial for (trial,) in rows}
+
+
+def _cell_row(records: Sequence[Record], metrics: Sequence[str], with_unstable: bool, with_suspect: bool) -> list[Any]:
     results = [record for record in records if TrialState(record["state"]).is_result]
     sound = [record for record in results if record["state"] != TrialState.DIVERGED]
     cost = finite(record["seconds"] for record in results)
@@ -77,6 +90,8 @@ def _cell_row(records: Sequence[Record], metrics: Sequence[str], with_unstable: 
     if with_unstable:
         known = [record["unstable"] for record in results if record["unstable"] is not None]
         row.extend(_share(sum(known), len(known)))
+    if with_suspect:
+        row.append(sum(record["suspect"] for record in results))
     row.append(sum(cost) / len(cost) if cost else None)
     return row
 
@@ -87,12 +102,12 @@ def _share(count: int, n: int) -> tuple[str, str | None]:
     return f"{count}/{n}", f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else None
 
 
-def _notes(cells: Mapping[str, tuple[list[Any], list[Record]]]) -> list[str]:
+def _notes(cells: Mapping[str, tuple[list[Any], list[Record]]], suspects: Mapping[str, Collection[int]]) -> list[str]:
     records = [record for _, members in cells.values() for record in members]
     without = sum(not TrialState(record["state"]).is_result for record in records)
-    return (
-        [f"{without} of {len(records)} trials have no result yet or failed; they are not counted."] if without else []
-    )
+    notes = [f"{without} of {len(records)} trials have no result yet or failed; they are not counted."]
+    why = "suspect trials count in the means, though a check found an error in them: orch health"
+    return [*(notes if without else []), *(f"{why} {sweep}" for sweep, some in suspects.items() if some)]
 
 
 def effects(query: Query, sweep: str, metrics: Sequence[str] | None = None) -> Table:

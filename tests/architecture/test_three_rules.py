@@ -22,7 +22,10 @@ LAYERS = [
     {"ledger", "tracking", "database"},
     {"execution"},
     {"reports"},
-    {"launch", "planning", "backends", "ending", "signals", "removal", "workspace", "serve", "doctor", "places"},
+    {
+        *("launch", "planning", "preflight", "checking", "backends", "ending", "signals", "removal", "workspace"),
+        *("serve", "doctor", "places"),
+    },
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

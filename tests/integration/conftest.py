@@ -22,7 +22,7 @@ from orchestrator.database import view_catalog
 from orchestrator.database.connection import Database
 from orchestrator.ledger import Ledger, SweepRow, SweepState
 from orchestrator.settings import Home
-from orchestrator.trial import Candidate, Outcome, TrialState, config_hash
+from orchestrator.trial import Candidate, Finding, Outcome, Severity, TrialState, config_hash
 from orchestrator.workspace import open_workspace
 
 if TYPE_CHECKING:  # both are imported where they are used: most tests here need neither
@@ -117,6 +117,9 @@ def page_lab(server_url: str, database_on: Any, tmp_path_factory: pytest.TempPat
                 values = {10: 1.5, 20: 9.0, 30: float("nan")}
             lab.run_ids[number] = lab.run_trial(sweep, params, values)
         lab.client.log_text(lab.run_ids[0], "a note", "note.txt")
+        trial = lab.ledger.trials(sweep.id)[2]
+        seen = Finding("loss_factor", Severity.ERROR, "<b>40 times the loss</b>", "divide", 10, 40.0, 0.01)
+        lab.ledger.add_findings(sweep.id, [(trial.id, 1, seen)])
         lab.ledger.set_sweep_state(sweep.id, SweepState.FINISHED)
         with database.connect() as connection:
             view_catalog.rebuild_sweep_view(connection, "lab")

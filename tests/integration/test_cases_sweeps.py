@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
+import psycopg
 import pytest
 
 from tests.conftest import Orch
@@ -67,7 +68,7 @@ def test_sampled_lists_and_nested_ranges_reach_the_workload_as_what_they_are(
 
 
 def test_a_search_interrupted_and_resumed_suggests_what_an_uninterrupted_one_does(orch: Orch, name: str) -> None:
-    whole = orch.sweep_file(SEARCH, f"{name}_whole")
+    whole = orch.sweep_file(SEARCH.replace("sleep_s: 0.05", "sleep_s: 0"), f"{name}_whole")
     orch("sweep", whole, "--inline")
     file = orch.sweep_file(SEARCH, name)
     process = orch.start("sweep", file, "--inline")
@@ -115,14 +116,35 @@ def test_plus_and_minus_infinity_come_last_and_are_in_no_mean(orch: Orch, name: 
     assert orch.rows(mean + " where not diverged") == [{"m": 0.25, "d": 0}]
 
 
-def test_the_best_of_1005_runs_is_found_where_a_client_page_ends_at_1000(orch: Orch, name: str) -> None:
-    values = ", ".join(map(str, [1, *range(2, 1006)]))  # (x - 1)^2: the first is the best
-    text = f"""
+# Copies one trial of a sweep, with its run and its points, as the trials 5 to 1004: a row's other columns stay.
+COPIES = """
+    insert into public.{0} select copy.* from public.{0} as one join orch_ledger.trials as trial on run_id = run_uuid
+    join orch_ledger.sweeps as sweep on sweep.id = sweep_id, generate_series(5, 1004) as n,
+    jsonb_populate_record(one, jsonb_build_object('run_uuid', md5(run_uuid || n))) as copy
+    where sweep.name = %(sweep)s and number = 4
+"""
+TRIAL_COPIES = """
+    insert into orch_ledger.trials select copy.* from orch_ledger.trials as one
+    join orch_ledger.sweeps as sweep on sweep.id = sweep_id, generate_series(5, 1004) as n,
+    jsonb_populate_record(one, jsonb_build_object('id', nextval(pg_get_serial_sequence('orch_ledger.trials', 'id')),
+        'number', n, 'run_id', md5(one.run_id || n), 'config_hash', md5(one.config_hash || n))) as copy
+    where sweep.name = %(sweep)s and one.number = 4
+"""
+
+
+def test_the_best_of_1005_runs_is_found_where_a_client_page_ends_at_1000(
+    orch: Orch, name: str, server_url: str
+) -> None:
+    text = """
         workload: orch_lab:Trivial
-        metric: {{name: val/loss, mode: min}}
-        params: {{x: {{grid: [{values}]}}, steps: 1}}
-    """
-    orch("sweep", orch.sweep_file(text, name), "--inline", timeout_s=400)
+        metric: {name: val/loss, mode: min}
+        params: {x: {grid: [1, 2, 3, 4, 5]}, steps: 1}
+    """  # (x - 1)^2: the first is the best
+    orch("sweep", orch.sweep_file(text, name), "--inline")
+    with psycopg.connect(server_url) as connection:
+        for table in ("runs", "params", "tags", "metrics", "latest_metrics"):
+            connection.execute(COPIES.format(table), {"sweep": name})
+        connection.execute(TRIAL_COPIES, {"sweep": name})
     best = json.loads(orch("best", name, "--format", "json").out)[0]
     assert (best["trial"], best["x"]) == (0, 1.0)
     assert orch.rows(f"select trials from sweeps where sweep = '{name}'") == [{"trials": 1005}]

@@ -16,7 +16,7 @@ from tests.conftest import Orch
 COUNTER = """
     workload: orch_lab:Counter
     metric: train/loss
-    params: {steps: 100, sleep_s: 0.04, die_at: %d}
+    params: {steps: 60, sleep_s: 0.04, die_at: %d}
     log_every: 1
     checkpoint_every: 10
     retries: 1
@@ -70,12 +70,12 @@ def test_ctrl_c_saves_the_step_it_stopped_at_and_resume_goes_on_behind_it(
     command = ("sweep", orch.sweep_file(COUNTER % 0, name), "--inline")
     interrupt_at_step(orch, name, 30, *command)
     before, stopped = steps_saved(orch, name)
-    assert 20 <= before < stopped < 100
+    assert 20 <= before < stopped < 60
     assert stopped >= 30
     assert ends(server_url, name) == [("killed", 1, stopped)]
     orch(*command, "--resume")
-    assert spans(server_url, name) == [(1, stopped, 1, stopped), (2, 100 - stopped, stopped + 1, 100)]
-    assert ends(server_url, name) == [("finished", 2, 100)]
+    assert spans(server_url, name) == [(1, stopped, 1, stopped), (2, 60 - stopped, stopped + 1, 60)]
+    assert ends(server_url, name) == [("finished", 2, 60)]
     assert steps_saved(orch, name) == [], "a finished trial needs no state"
 
 
@@ -84,7 +84,7 @@ def test_a_killed_command_is_resumed_at_the_last_checkpoint(orch: Orch, name: st
     orch(*command, expect=KILLED)
     assert steps_saved(orch, name) == [20, 30]
     orch(*command, "--resume")
-    assert spans(server_url, name) == [(1, 30, 1, 30), (2, 70, 31, 100)]
+    assert spans(server_url, name) == [(1, 30, 1, 30), (2, 30, 31, 60)]
 
 
 STUMBLES = """
@@ -109,7 +109,7 @@ def test_a_loss_that_was_nan_before_the_checkpoint_is_not_forgotten_by_the_next_
     there(*command, expect=KILLED)
     there(*command, "--resume")
     query = "select state, attempts, diverged_at, last_step, reason from orch.runs where sweep = %(sweep)s"
-    assert ask(server_url, query, name) == [("diverged", 2, 12, 100, "train/loss is nan at step 12")]
+    assert ask(server_url, query, name) == [("diverged", 2, 12, 60, "train/loss is nan at step 12")]
 
 
 def test_a_torn_checkpoint_falls_back_to_the_one_before_with_a_warning(orch: Orch, name: str, server_url: str) -> None:
@@ -118,7 +118,7 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before_with_a_warning(orch: Orc
     torn = newest_file(orch, name)
     torn.write_bytes(torn.read_bytes()[:-1] + b"?")  # of the right size: only the worker, who reads it all, can tell
     orch(*command, "--resume")
-    assert spans(server_url, name) == [(1, 20, 1, 20), (2, 80, 21, 100)]
+    assert spans(server_url, name) == [(1, 20, 1, 20), (2, 40, 21, 60)]
     query = "select severity, message from orch.findings where sweep = %(sweep)s"
     message = "the checkpoint of step 30 is not used: its content is not what was written"
     assert ask(server_url, query, name) == [("warning", message)]
@@ -133,18 +133,18 @@ def test_rm_purge_takes_the_checkpoints_of_unfinished_trials_along(orch: Orch, n
 
 def test_a_retry_after_a_dead_worker_goes_on_at_the_last_checkpoint(ray_orch: Orch, name: str, server_url: str) -> None:
     ray_orch("sweep", ray_orch.sweep_file(COUNTER % 37, name))
-    assert spans(server_url, name) == [(1, 30, 1, 30), (2, 70, 31, 100)]
-    assert ends(server_url, name) == [("finished", 2, 100)]
+    assert spans(server_url, name) == [(1, 30, 1, 30), (2, 30, 31, 60)]
+    assert ends(server_url, name) == [("finished", 2, 60)]
 
 
 def test_ctrl_c_reaches_a_worker_process_which_saves_before_it_ends(ray_orch: Orch, name: str, server_url: str) -> None:
     # Slow enough for the signal to arrive through driver, recorder and a busy machine before the last step.
-    command = ("sweep", ray_orch.sweep_file(COUNTER % 0, name), "--set", "params.sleep_s=0.1")
+    command = ("sweep", ray_orch.sweep_file(COUNTER % 0, name), "--set", "params.sleep_s=0.06")
     interrupt_at_step(ray_orch, name, 10, *command)
     stopped = steps_saved(ray_orch, name)[-1]
     assert ends(server_url, name) == [("killed", 1, stopped)]
     ray_orch(*command, "--resume")
-    assert spans(server_url, name) == [(1, stopped, 1, stopped), (2, 100 - stopped, stopped + 1, 100)]
+    assert spans(server_url, name) == [(1, stopped, 1, stopped), (2, 60 - stopped, stopped + 1, 60)]
 
 
 @pytest.mark.parametrize(("root", "is_said"), [("s3://bucket/orch", True), ("/tmp/orch", False), ("", False)])

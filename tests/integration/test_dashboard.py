@@ -38,6 +38,7 @@ def test_the_dashboard_shows_a_sweep_its_curves_and_links_and_keeps_what_was_pic
     assert link.get_attribute("href").startswith(
         f"{ui.mlflow}/#/experiments/{experiment_id}/runs/{page_lab.run_ids[0]}"
     )
+    expect(page.locator("table.orch-sweeps tr", has_text="loss_factor")).to_contain_text(["1 of 8 trials"])
     page.get_by_text("NaN", exact=True).wait_for()  # the diverged run's last value is said, not drawn
 
     newer = page_lab.add_sweep("newer")

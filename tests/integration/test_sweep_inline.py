@@ -203,7 +203,7 @@ def test_an_optuna_search_runs_on_the_same_path(orch: Orch, name: str) -> None:
 
 def test_the_first_ctrl_c_marks_killed_and_resume_starts_a_second_attempt(orch: Orch, name: str) -> None:
     file = orch.sweep_file(GRID, name)
-    slow = ("--set", "params.sleep_s=0.05", "--set", "params.steps=30", "--set", "seeds=1")
+    slow = ("--set", "params.sleep_s=0.05", "--set", "params.steps=30", "--set", "params.k=1", "--set", "seeds=1")
     process = orch.start("sweep", file, "--inline", *slow)
     _wait_for_points(orch, name)
     process.send_signal(signal.SIGINT)

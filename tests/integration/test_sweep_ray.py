@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import time
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.conftest import Orch
+from tests.conftest import Done, Orch
+from tests.faults.conftest import num_points, wait_until
 
 WITNESS = """
     workload: orch_lab:Witness
@@ -26,15 +29,31 @@ def columns_of(orch: Orch, name: str) -> list[dict[str, float]]:
     return rows
 
 
-def test_two_warm_workers_train_all_trials(ray_orch: Orch, name: str) -> None:
-    ray_orch("sweep", ray_orch.sweep_file(WITNESS % ("0.1", 10), name))
-    rows = columns_of(ray_orch, name)
+@pytest.fixture(scope="module")
+def ten(ray_orch: Orch) -> tuple[str, Done]:
+    """The name of a sweep of ten trials, and what it said to a machine."""
+    name = f"ten{secrets.token_hex(5)}"
+    return name, ray_orch("sweep", ray_orch.sweep_file(WITNESS % ("0.1", 10), name), "--json")
+
+
+def test_two_warm_workers_train_all_trials(ray_orch: Orch, ten: tuple[str, Done]) -> None:
+    rows = columns_of(ray_orch, ten[0])
     assert [row["state"] for row in rows] == ["finished"] * 10
     assert len({row["pid"] for row in rows}) == 2
     assert {row["threads"] for row in rows} == {1.0}
     assert {row["niceness"] for row in rows} == {1.0}
     assert {row["torch_imported"] for row in rows} == {0.0}  # nothing of ours brings torch to a workload without it
     assert {row["num_gpus"] for row in rows} == {0.0}  # no share, no device
+
+
+def test_json_lines_tell_a_machine_everything(ten: tuple[str, Done]) -> None:
+    name, done = ten
+    events = [json.loads(line) for line in done.out.strip().split("\n")]
+    assert [event["event"] for event in events].count("ended") == 10
+    assert events[0] == {"event": "sweep", "sweep": name, "trials": 10, "done": 0, "workers": 2}
+    assert events[-1]["event"] == "end"
+    assert events[-1]["exit_code"] == 0
+    assert events[-1]["counts"] == {"finished": 10}
 
 
 def test_a_local_ray_lives_for_the_sweep_only(orch: Orch, name: str) -> None:
@@ -65,18 +84,29 @@ def test_a_dead_worker_without_retries_is_a_failed_trial_that_says_so(ray_orch: 
     assert rows[1]["reason"] == "the worker process died (killed, or a crash)"
 
 
-def test_a_trial_past_its_time_fails_at_its_next_report_or_with_its_worker(ray_orch: Orch, name: str) -> None:
+@pytest.fixture(scope="module")
+def odd(ray_orch: Orch) -> list[dict[str, Any]]:
+    """The trials of a sweep of which one does nothing odd, one hangs and one reports numpy's integers."""
+    name = f"odd{secrets.token_hex(5)}"
     text = """
         workload: orch_lab:Odd
         metric: val/loss
-        params: {do: {grid: [nothing, hang]}}
+        params: {do: {grid: [nothing, hang, numpy_step]}}
         log_every: 1
         resources: {trial_time: 2s}
     """
     ray_orch("sweep", ray_orch.sweep_file(text, name), expect=1)
-    rows = ray_orch.rows(f"select state, reason from runs where sweep = '{name}' order by trial")
-    assert rows[0]["state"] == "finished"
-    assert rows[1] == {"state": "failed", "reason": "no report within trial_time = 2 s; its worker was ended"}
+    return ray_orch.rows(f"select state, reason, last_step from runs where sweep = '{name}' order by trial")
+
+
+def test_a_trial_past_its_time_fails_at_its_next_report_or_with_its_worker(odd: list[dict[str, Any]]) -> None:
+    assert odd[0]["state"] == "finished"
+    assert odd[1]["state"] == "failed"
+    assert odd[1]["reason"] == "no report within trial_time = 2 s; its worker was ended"
+
+
+def test_steps_may_be_numpy_integers(odd: list[dict[str, Any]]) -> None:
+    assert odd[2] == {"state": "finished", "reason": "", "last_step": 4}
 
 
 def test_ctrl_c_in_a_terminal_stops_marks_and_says_how_to_go_on(orch: Orch, name: str) -> None:
@@ -93,7 +123,7 @@ def test_ctrl_c_in_a_terminal_stops_marks_and_says_how_to_go_on(orch: Orch, name
     states = {row["state"] for row in orch.rows(f"select distinct state from runs where sweep = '{name}'")}
     assert "running" not in states
     assert "waiting" in states
-    done = orch("sweep", file, "--resume")
+    done = orch("sweep", file, "--resume", "--inline")
     assert f"{name}: 6/6 finished" in done.out
     runs = orch.rows(f"select count(*) as n, count(distinct run_id) as d from runs where sweep = '{name}'")
     assert runs == [{"n": 6, "d": 6}]
@@ -119,16 +149,6 @@ def test_more_than_the_cluster_has_is_refused_within_seconds(ray_orch: Orch, nam
     assert ray_orch.rows(f"select count(*) as n from sweeps where sweep = '{name}'") == [{"n": 0}]
 
 
-def test_json_lines_tell_a_machine_everything(ray_orch: Orch, name: str) -> None:
-    done = ray_orch("sweep", ray_orch.sweep_file(WITNESS % ("0.0", 3), name), "--json")
-    events = [json.loads(line) for line in done.out.strip().split("\n")]
-    assert [event["event"] for event in events].count("ended") == 3
-    assert events[0] == {"event": "sweep", "sweep": name, "trials": 3, "done": 0, "workers": 2}
-    assert events[-1]["event"] == "end"
-    assert events[-1]["exit_code"] == 0
-    assert events[-1]["counts"] == {"finished": 3}
-
-
 @pytest.mark.parametrize(
     ("module", "owner", "attribute"),
     [
@@ -144,13 +164,7 @@ def test_the_private_names_of_ray_that_we_touch_are_still_there(module: str, own
     assert hasattr(getattr(importlib.import_module(module), owner), attribute)
 
 
-def test_steps_may_be_numpy_integers(ray_orch: Orch, name: str) -> None:
-    text = "workload: orch_lab:Odd\nmetric: val/loss\nparams: {do: numpy_step}\n"
-    ray_orch("sweep", ray_orch.sweep_file(text, name))
-    assert ray_orch.rows(f"select last_step from runs where sweep = '{name}'") == [{"last_step": 4}]
-
-
-def test_a_killed_recorder_comes_back_and_the_sweep_goes_on(ray_orch: Orch, name: str) -> None:
+def test_a_killed_recorder_comes_back_and_the_sweep_goes_on(ray_orch: Orch, name: str, server_url: str) -> None:
     text = """
         workload: orch_lab:Trivial
         metric: val/loss
@@ -158,12 +172,8 @@ def test_a_killed_recorder_comes_back_and_the_sweep_goes_on(ray_orch: Orch, name
         seeds: 2
         log_every: 1
     """
-    process = ray_orch.start("sweep", ray_orch.sweep_file(text, name), "--json")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if json.loads(line)["event"] == "started":
-            break
-    time.sleep(5)
+    process = ray_orch.start("sweep", ray_orch.sweep_file(text, name))
+    wait_until(lambda: num_points(server_url, name) > 50)
     ours = [one for one in psutil.process_iter(["cmdline"]) if _is_recorder_of(one, ray_orch)]
     assert ours
     for one in ours:
