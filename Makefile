@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench science clean
+.PHONY: demo test lint format bench science health-table clean
 
 demo: $(READY)
 	$(BIN)/orch sweep sweeps/zloss.yaml --resume
@@ -27,6 +27,9 @@ bench: $(READY)
 
 science: $(READY)
 	$(BIN)/python -m benchmarks.science
+
+health-table: $(READY)
+	$(BIN)/python -m benchmarks.health_table
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -27,6 +27,7 @@ import pytest
 from orchestrator.database import embedded
 from orchestrator.database.connection import Database
 from orchestrator.settings import Home
+from tests.warm import type_warm
 
 DatabaseOn = Callable[..., AbstractContextManager[str]]
 
@@ -153,7 +154,10 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Orch:
-    """Runs `orch` in a process of its own, in a folder whose module `orch_lab` holds small workloads."""
+    """Runs `orch` in a process of its own, in a folder whose module `orch_lab` holds small workloads.
+
+    `start` is a cold process, whose signals, group and output are those of a terminal; a call is a warm one.
+    """
 
     env: dict[str, str]
     folder: Path
@@ -162,12 +166,9 @@ class Orch:
         return [sys.executable, "-m", "orchestrator.cli", *map(str, arguments)]
 
     def __call__(self, *arguments: object, expect: int | None = 0, timeout_s: float = 240) -> Done:
-        done = subprocess.run(
-            self.command(*arguments), cwd=LAB, env=self.env, capture_output=True, text=True, timeout=timeout_s
-        )
-        answer = Done(done.returncode, done.stdout, done.stderr)
-        assert expect is None or done.returncode == expect, str(answer)
-        assert "Traceback" not in done.stderr, done.stderr
+        answer = Done(*type_warm(list(map(str, arguments)), LAB, self.env, timeout_s))
+        assert expect is None or answer.code == expect, str(answer)
+        assert "Traceback" not in answer.err, answer.err
         return answer
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
@@ -235,6 +236,9 @@ def ray_orch(orch: Orch, home: Home) -> Iterator[Orch]:
             [ray, *start, "--include-dashboard=false"], env=env, stdout=log, stderr=log, start_new_session=True
         )
     try:
+        while "Ray runtime started" not in (folder / "log").read_text():
+            assert head.poll() is None, (folder / "log").read_text()
+            time.sleep(0.05)
         yield Orch({**env, "RAY_ADDRESS": f"127.0.0.1:{port}"}, orch.folder)
     finally:
         family = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]

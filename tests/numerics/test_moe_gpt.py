@@ -86,7 +86,8 @@ def run(context: Any, /, workload: MoeLanguageModel | None = None, **settings: A
 
 def timeless(reports: Sequence[Report]) -> list[dict[str, float]]:
     return [
-        {name: value for name, value in report.metrics.items() if not name.startswith("time/")} for report in reports
+        {name: value for name, value in report.metrics.items() if not name.startswith(("time/", "memory/"))}
+        for report in reports
     ]
 
 
@@ -154,7 +155,9 @@ def test_every_metric_it_reports_is_declared_and_every_declared_one_is_reported(
     workload = describe("moe_gpt")
     reported = run(lonely(), precision="fp16")[-1].metrics
     assert [name for name in reported if not workload.declares(name)] == []
-    assert [name for name in METRICS if name not in reported and "*" not in name] == []
+    missing = {name for name in METRICS if name not in reported and "*" not in name}
+    # No form predicts what experts keep, and the peak is a GPU's.
+    assert missing == {"memory/predicted_bytes", "memory/unexplained_bytes", "memory/peak_bytes"}
     by_layer = ["z", "max_logit", "abs_max_logit", "load_max_over_mean", "dropped_share", "tie_share"]
     assert {f"router/{name}/layer{layer}" for name in by_layer for layer in (0, 1)} <= set(reported)
     assert {f"grad/preclip/{part}{layer}" for part in ("block", "router", "experts") for layer in (0, 1)} <= set(

@@ -60,7 +60,9 @@ def test_every_metric_it_reports_is_declared_and_every_declared_one_is_reported(
     workload = describe("moe_router")
     reported = train(**SMALL, precision="fp16")
     assert [name for name in reported if not workload.declares(name)] == []
-    assert [name for name in METRICS if name not in reported and not name.endswith("*")] == []
+    missing = {name for name in METRICS if name not in reported and "*" not in name}
+    # No form predicts what experts keep, and the peak is a GPU's.
+    assert missing == {"memory/predicted_bytes", "memory/unexplained_bytes", "memory/peak_bytes"}
     assert sum(value for name, value in reported.items() if name.startswith("router/load/")) == pytest.approx(1.0)
 
 

@@ -16,6 +16,8 @@ from workloads.data.corpus import Corpus, load_corpus
 from workloads.data.tokens import TokenBatch, held_out_windows, num_starts, shifted
 from workloads.engine.random import generator
 
+STRETCH = 64  # characters
+
 
 @dataclass(frozen=True)
 class Text:
@@ -37,6 +39,15 @@ class Text:
     def to(self, device: str) -> Text:
         corpus = replace(self.corpus, training_N=self.corpus.training_N.to(device))
         return replace(self, corpus=corpus, held_out_NT=self.held_out_NT.to(device))
+
+    def split_rows(self) -> tuple[Tensor, Tensor]:
+        """Stretches of training and held-out text, [N, STRETCH] each: whole sentences recur, such stretches hardly."""
+        length = min(STRETCH, self.corpus.num_held_out)
+        held_out = held_out_windows(self.corpus, length - 1, len(self.held_out_NT))
+        return self.corpus.training_N.unfold(0, length, 1), held_out
+
+    def shortened(self) -> Text:
+        return replace(self, held_out_NT=self.held_out_NT[:4])
 
     def sizes(self) -> dict[str, float]:
         return {

@@ -5,6 +5,7 @@ Axes: B rows, T time, V symbols.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +23,10 @@ from workloads.engine.training import TrainingWorkload
 from workloads.engine.update import Blocks, Call, Hyper, Trainer, Update
 from workloads.layers.router import Routing
 from workloads.layers.transformer import GPT, GPTShape, PositionEmbedding
+from workloads.memory.formula import predict_saved_bytes
+from workloads.memory.saved import sections_of
 from workloads.probes.catalogue import Thresholds
+from workloads.probes.memory import MemoryProbe
 from workloads.probes.probe import Probe
 from workloads.probes.targets import TargetsProbe
 
@@ -61,6 +65,14 @@ class CharGpt(TrainingWorkload):
 
     def probes(self, config: CharConfig, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
         return [*super().probes(config, model, thresholds), TargetsProbe()]
+
+    def memory_probe(self, config: CharConfig, model: nn.Module, thresholds: Thresholds) -> Probe:
+        assert isinstance(model, GPT)
+        return MemoryProbe(thresholds, model, sections_of(model), self.predicted_bytes(config, model))
+
+    def predicted_bytes(self, config: CharConfig, model: GPT) -> Mapping[str, int] | None:
+        """What a micro-batch keeps by section, where a closed form is known."""
+        return predict_saved_bytes(model.shape, model.precision, config.batch_size, config.context, config.padding > 0)
 
     def observe(self, config: CharConfig, update: Update) -> dict[str, float]:
         return {"train/cross_entropy": float(sum(share * seen.cross_entropy for share, seen in update.seen))}

@@ -29,6 +29,7 @@ from workloads.engine.update import Batch, Blocks, Call, Hyper, Trainer, Update
 from workloads.engine.windows import Windows
 from workloads.probes.catalogue import CHECKS, THRESHOLDS, Thresholds
 from workloads.probes.health import Health
+from workloads.probes.memory import MemoryProbe
 from workloads.probes.probe import Look, Probe
 from workloads.probes.standard import standard_probes
 
@@ -106,11 +107,23 @@ class TrainingWorkload(ABC):
 
     def probes(self, config: Any, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
         """What watches the training; a workload may add its own."""
-        return standard_probes(thresholds, model, self.blocks(model), compiled=config.compile)
+        probes = standard_probes(thresholds, model, self.blocks(model))
+        # A compiled model is not looked into: hooks would make it another program.
+        return probes if config.compile else [*probes, self.memory_probe(config, model, thresholds)]
+
+    def memory_probe(self, config: Any, model: nn.Module, thresholds: Thresholds) -> Probe:
+        """What counts the bytes kept for the backward pass; a workload may hand it sections and a prediction."""
+        return MemoryProbe(thresholds, model)
 
     def run(self, config: Any, context: Context) -> Iterator[Report]:
         """Trains to `config.steps`, from the last checkpoint if there is one."""
         yield from with_own_globals(train(self, config, context), context.seed("globals"))
+
+    def check(self, config: Any, context: Context) -> Iterator[Finding]:
+        """Small experiments before anything trains: what is wrong under this config; see `workloads.checks`."""
+        from workloads.checks.training import check_training  # it imports the engine
+
+        yield from check_training(self, config, context)
 
 
 def train(workload: TrainingWorkload, config: TrainingConfig, context: Context) -> Generator[Report]:

@@ -23,6 +23,11 @@ TRAINING_METRICS = (
     "scaler/skipped_steps",
     "grad/underflow_share",  # of values, scaled, too small for all digits; rows and columns of 0 left out
     "grad/overflow_share",  # of all values, not finite
+    "memory/saved_bytes",  # kept for the backward pass of the largest micro-batch of the first update, said once
+    "memory/saved_bytes/*",  # by block
+    "memory/predicted_bytes",  # by a closed form, where there is one
+    "memory/unexplained_bytes",
+    "memory/peak_bytes",  # of a GPU
     "time/step_seconds",  # mean of the updates since the last report, evaluation not counted
     "time/tokens_per_second",  # valid targets (rows or tokens) trained on, over the same updates
 )

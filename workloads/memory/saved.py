@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 from workloads.layers.transformer import GPT
 
@@ -20,15 +20,20 @@ from workloads.layers.transformer import GPT
 def watch_forward(model: GPT, tokens_BT: Tensor, targets_BT: Tensor) -> Kept:
     """What one forward pass and its mean cross-entropy keep: sections embed, block0 .., readout, loss."""
     kept = Kept({parameter.untyped_storage() for parameter in model.parameters()})
-    sections = {**{f"block{layer}": block for layer, block in enumerate(model.layers)}, "readout": model.norm}
     with ExitStack() as hooks:
-        for name, module in sections.items():
+        for name, module in sections_of(model).items():
             hooks.callback(module.register_forward_pre_hook(kept.enter_before(name)).remove)
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda saved: saved))
         logits_BTV, _ = model(tokens_BT)
         kept.enter("loss")
         F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
     return kept
+
+
+def sections_of(model: GPT) -> Mapping[str, nn.Module]:
+    """Where each section begins: a module that is about to be called."""
+    blocks = {f"block{layer}": block for layer, block in enumerate(model.layers)}
+    return {"embed": model, **blocks, "readout": model.norm}
 
 
 @dataclass

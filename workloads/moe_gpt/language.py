@@ -92,6 +92,10 @@ class MoeLanguageModel(CharGpt):
         router = RouterProbe(thresholds, promise, config.k, config.num_experts, parts_of)
         return [*super().probes(config, model, thresholds), router]
 
+    def predicted_bytes(self, config: Config, model: GPT) -> None:  # type: ignore[override]
+        """What experts keep depends on who is sent to them."""
+        return None
+
     def observe(self, config: Config, update: Update) -> dict[str, float]:  # type: ignore[override]
         """The routers' state, over all layers and layer by layer."""
         seen = [observed.routings for _, observed in update.seen]

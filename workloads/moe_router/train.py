@@ -40,6 +40,9 @@ class Rows:
     def batch(self, indices_B: Tensor, noise: int) -> Batch:
         return self.training.rows(indices_B.to(self.training.inputs_NI.device))
 
+    def split_rows(self) -> tuple[Tensor, Tensor]:
+        return self.training.inputs_NI, self.held_out.inputs_NI
+
     def to(self, device: str) -> Rows:
         return Rows(self.training.to(device), self.held_out.to(device))
 

@@ -59,10 +59,10 @@ class Arrivals:
     def block_norms(self, blocks: Blocks, scale: float) -> dict[str, float]:
         """By block and in `total`, divided by the loss scale. A gradient that was taken away again counts as 0."""
         arrived = [parameter for parameter in self.norms if parameter.grad is not None]
-        squares: dict[Tensor, float] = {}
+        norms: dict[Tensor, float] = {}
         if arrived:
             device = self.norms[arrived[0]].device
-            values = torch.stack([self.norms[parameter].to(device) for parameter in arrived]) / scale
-            squares = dict(zip(arrived, values.square().tolist(), strict=True))  # one transfer
-        sums = {name: sum(squares.get(parameter, 0.0) for parameter in block) for name, block in blocks.items()}
-        return {name: math.sqrt(total) for name, total in {**sums, "total": sum(sums.values())}.items()}
+            values = torch.stack([self.norms[parameter].to(device) for parameter in arrived]).tolist()  # one transfer
+            norms = {parameter: value / scale for parameter, value in zip(arrived, values, strict=True)}
+        by_block = {name: math.hypot(*(norms.get(one, 0.0) for one in block)) for name, block in blocks.items()}
+        return {**by_block, "total": math.hypot(*by_block.values())}

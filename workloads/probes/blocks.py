@@ -6,31 +6,32 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def block_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The parts of a model that hold parameters, in the order of their definition: `wte`, `h.0`, `h.1`, `ln_f`.
 
-    A part is a child of the model, or of what merely wraps or holds a list; an item of a list is never divided.
+    A part is a child of the model, or of what merely wraps or holds a list; an item of a list is divided only if it is
+    a list itself.
     """
-    children = [
-        (prefix + name, child) for name, child in module.named_children() if any(True for _ in child.parameters())
-    ]
+    is_list = isinstance(module, (*LISTS, nn.Sequential))
+    children = [(prefix + name, child) for name, child in module.named_children() if _has_parameters(child)]
     for path, child in children:
-        is_shell = len(children) == 1 and any(True for _ in child.children())
-        if isinstance(module, LISTS) or not (is_shell or _holds_list(child)):
-            yield path, child
-        else:
+        is_shell = len(children) == 1 and any(_has_parameters(part) for part in child.children())
+        holds_list = any(isinstance(part, LISTS) for part in child.modules())
+        if isinstance(child, LISTS) or (not is_list and (is_shell or holds_list)):
             yield from block_modules(child, path + ".")
+        else:
+            yield path, child
 
 
-def _holds_list(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def named_blocks(model: nn.Module) -> Mapping[str, list[nn.Parameter]]:
-    """Every trained parameter once, by its part's name; a shared one belongs to the first part, a bare one is its own."""
+    """Every trained parameter once, by its part's name; a shared one is the first part's, a bare one its own."""
     owners: dict[nn.Parameter, str] = {}
     for path, part in block_modules(model):
         for parameter in part.parameters():

@@ -14,9 +14,9 @@ from workloads.probes.probe import Probe
 
 
 def standard_probes(
-    thresholds: Thresholds, model: nn.Module, blocks: Mapping[str, Sequence[nn.Parameter]], compiled: bool
+    thresholds: Thresholds, model: nn.Module, blocks: Mapping[str, Sequence[nn.Parameter]]
 ) -> list[Probe]:
-    """One of each; a `compiled` model is not looked into, since hooks would make it another program."""
+    """One of each that needs to know nothing of the model."""
     return [
         LossProbe(thresholds),
         UpdateProbe(thresholds),

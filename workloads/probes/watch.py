@@ -114,6 +114,10 @@ class WatchedGradients(GradientProbe):
         trained = {parameter for block in self.blocks.values() for parameter in block}
         self._named = [*((name, one) for name, one in self._named if one in trained), *self.strangers]
 
+    def is_worried(self) -> bool:
+        """True where every update counts: a gradient is or was missing, or was zero at the update before."""
+        return bool(self.no_gradient_for or self.zero_for) or any(one.grad is None for _, one in self._named)
+
 
 @dataclass
 class AppliedProbe(Probe):
@@ -263,11 +267,12 @@ class Watch:
     def _look_after(self) -> None:
         self.step += 1
         has_seen = bool(self._arrivals.norms)
-        update = self._describe() if has_seen else NOTHING_SEEN
-        self._health.updated(Look(self.step, update, (), {}, self._trainer, thorough=has_seen))
-        if has_seen:
-            self._measure(update)
-            self._survey()
+        if has_seen or self._gradients.is_worried():
+            update = self._describe() if has_seen else NOTHING_SEEN
+            self._health.updated(Look(self.step, update, (), {}, self._trainer, thorough=has_seen))
+            if has_seen:
+                self._measure(update)
+                self._survey()
         self._arrivals.close()
         if self._is_due(self.step + 1):
             self._listen({one for block in self._blocks.values() for one in block if one.grad is not None})

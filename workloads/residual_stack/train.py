@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchestrator.trial import Report
+from orchestrator.trial import Finding, Report
 from orchestrator.workload import Context
 from workloads.engine.precision import POLICIES, Precision, at_least_float32
 from workloads.engine.random import generator, normal
@@ -53,6 +53,9 @@ class Regression(NamedTuple):
     def batch(self, indices_B: Tensor, noise: int) -> Rows:
         indices_B = indices_B.to(self.training.inputs_NI.device)
         return Rows(self.training.inputs_NI[indices_B], self.training.targets_NO[indices_B])
+
+    def split_rows(self) -> tuple[Tensor, Tensor]:
+        return self.training.inputs_NI, self.held_out.inputs_NI
 
     def to(self, device: str) -> Regression:
         return Regression(*(Rows(*(tensor.to(device) for tensor in rows)) for rows in self))
@@ -105,6 +108,10 @@ class ResidualStack(TrainingWorkload):
         if (finding := describe_lost_digits(layers, config.dtype)) is not None:
             context.finding(finding)
         yield Report(1, metrics_of(layers))
+
+    def check(self, config: Any, context: Context) -> Iterator[Finding]:
+        """A measurement trains nothing: there is nothing to check."""
+        return super().check(config, context) if config.task == "train" else iter(())
 
     def data(self, config: Any, context: Context) -> Regression:
         return draw_regression(context)

@@ -1,0 +1,92 @@
+"""The callback for Hugging Face's trainer measures what that trainer measures, and names diseases."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from orchestrator.trial import Severity
+from workloads.probes.huggingface import HealthCallback
+
+SIZE = {
+    "vocab_size": 17,
+    "n_positions": 8,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+ROWS = torch.randint(0, 17, (64, 8), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., tuple[Trainer, HealthCallback]]:
+    def run(spoil: Callable[[nn.Module], Any] = nn.Module.train, watches: bool = True, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(**SIZE))
+        spoil(model)
+        arguments = {
+            "max_steps": 22, "logging_steps": 10, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+            "max_grad_norm": 0.5, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
+        }  # fmt: skip
+        callback = HealthCallback(on_finding=lambda finding: None)
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(output_dir=str(tmp_path), **{**arguments, **settings}),
+            train_dataset=[{"input_ids": row, "labels": row} for row in ROWS],
+            callbacks=[callback] if watches else [],
+        )
+        trainer.train()
+        return trainer, callback
+
+    return run
+
+
+def test_a_healthy_training_is_measured_and_told_nothing_and_changes_no_number(trained: Callable[..., Any]):
+    trainer, callback = trained()
+    plain, _ = trained(watches=False)
+    assert callback.findings == []
+    assert callback.health.step == 22
+    logged, expected = trainer.state.log_history[:2], plain.state.log_history[:2]
+    assert [one["loss"] for one in logged] == [one["loss"] for one in expected]
+    for one in logged:
+        assert one["grad/preclip/total"] == pytest.approx(one["grad_norm"], rel=1e-5)  # the trainer's own, in float32
+        assert one["grad/applied/total"] == pytest.approx(0.5, rel=1e-4)
+        assert {"grad/preclip/transformer.wte", "grad/preclip/transformer.h.1"} <= one.keys()
+    assert not callback.health.optimizer._optimizer_step_pre_hooks
+
+
+def test_a_part_that_is_cut_off_is_named(trained: Callable[..., Any]):
+    def cut_off(model: Any) -> None:
+        model.transformer.h[1].register_forward_hook(lambda block, inputs, output: output.detach())
+
+    _, callback = trained(cut_off)
+    (finding,) = callback.findings
+    assert (finding.check_name, finding.severity, finding.step) == ("no_gradient", Severity.ERROR, 20)
+
+
+def test_a_loss_that_is_not_finite_is_told_although_the_trainer_hides_it(trained: Callable[..., Any]):
+    def overflow(model: Any) -> None:
+        model.lm_head.register_forward_hook(lambda head, inputs, logits: logits * torch.inf)
+
+    trainer, callback = trained(overflow, max_steps=10)
+    assert trainer.state.log_history[0]["loss"] == 0.0  # this trainer's word for NaN
+    assert {(one.check_name, one.severity) for one in callback.findings} >= {
+        ("nonfinite_update", Severity.ERROR),
+    }
+
+
+def test_without_the_library_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "workloads.probes.huggingface")
+    with pytest.raises(ImportError, match="pip install 'transformers"):
+        importlib.import_module("workloads.probes.huggingface")

@@ -1,0 +1,65 @@
+"""Runs the checks of a training workload. A check that fails becomes a finding, and the others go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.trial import Finding, Severity
+from orchestrator.workload import Context
+from workloads.checks import evaluation, language, routers, updates
+from workloads.checks.subject import Subject
+from workloads.engine.random import with_own_globals
+
+if TYPE_CHECKING:  # the engine imports the checks
+    from workloads.engine.training import TrainingWorkload
+
+Check = Callable[[Subject], Iterator[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    updates.check_reachable,
+    updates.check_loss_factor,
+    updates.check_slope,
+    updates.check_accumulation,
+    updates.check_cleared,
+    updates.check_clip,
+    updates.check_schedule,
+    language.check_future,
+    language.check_targets,
+    language.check_padding,
+    routers.check_z_loss,
+    routers.check_balance_loss,
+    routers.check_dead_router,
+    routers.check_router_dtype,
+    evaluation.check_held_out,
+    evaluation.check_evaluation,
+)
+
+
+def check_training(workload: TrainingWorkload, config: Any, context: Context) -> Iterator[Finding]:
+    """What is wrong with a workload under a config; nothing for what is right. Leaves no trace in the process."""
+    yield from with_own_globals(_run(Subject(workload, config, context)), context.seed("checks"))
+
+
+def _run(subject: Subject) -> Generator[Finding]:
+    for check in (_can_train, *CHECKS):
+        try:
+            found = list(check(subject))
+        except Exception as error:  # the boundary between somebody's workload and its judge
+            name = check.__name__.strip("_")
+            message = f"{name} failed: {type(error).__name__}: {error}"
+            yield Finding("check_failed", Severity.WARNING, message, "the other checks were made; look at this one")
+            if check is _can_train:
+                return
+        else:
+            yield from found
+
+
+def _can_train(subject: Subject) -> Iterator[Finding]:
+    """A workload without data, model or loss fails once and not at every check."""
+    loss, _ = subject.loss(subject.model(), subject.batch)
+    if not math.isfinite(value := loss.item()):
+        message = f"the loss of the first batch is {value} before anything is trained; most checks need a finite one"
+        advice = "look at the initial weights, the data and the precision"
+        yield Finding("nonfinite_update", Severity.WARNING, message, advice, None, value)
