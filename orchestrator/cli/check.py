@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import click
 
@@ -19,8 +20,11 @@ def command(what: str, overrides: tuple[str, ...], fmt: Format) -> int:
     from orchestrator.planning import read_spec_or_workload
     from orchestrator.preflight import preflight
 
-    spec = read_spec_or_workload(what, overrides)
-    result = preflight(spec, lambda text: click.echo(text, err=True), budget_s=math.inf)
+    def said(text: str) -> None:
+        if sys.stderr.isatty():  # somebody waits
+            click.echo(text, err=True)
+
+    result = preflight(read_spec_or_workload(what, overrides), said, budget_s=math.inf)
     table = result.table()
     if fmt == "table" and not table.rows:
         click.echo(table.title)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.execution.job import Job
-from orchestrator.trial import Failure, Finding, Outcome, TrialState
+from orchestrator.trial import Failure, Finding, Outcome, Severity, TrialState
 
 TRAINING_LOSS = "train/loss"
 NONFINITE_PARAMETERS = "params/nonfinite"  # a workload that counts them here is judged by them
@@ -45,7 +45,9 @@ class Verdict:
         self.is_over = bool(self.stop_reason) or (self.divergence is not None and self.job.stop_diverged)
 
     def hear(self, finding: Finding) -> None:
-        if finding.check_name in self.job.stop_on and not self.stop_reason:
+        """A note ends nothing: an odd batch is no reason to stop."""
+        is_serious = finding.severity is not Severity.INFO
+        if is_serious and finding.check_name in self.job.stop_on and not self.stop_reason:
             self.stop_reason = _one_line(finding)
 
     def memory(self) -> dict[str, Any]:

@@ -123,12 +123,12 @@ def _first_findings(query: Query, sweep: str) -> dict[tuple[Severity, str, bool]
 
 
 def _run_health(query: Query, sweep: str, trial: int, at_least: Severity) -> Table:
-    """In the order of steps; what belongs to no step comes first."""
+    """Worst first, and of these in the order of steps; what belongs to no step comes first."""
     columns, rows = query(
         """
         select step, severity, check_name as check, value, threshold, message, advice
         from orch.findings where sweep = %s and trial = %s and severity = any(%s)
-        order by step nulls first, created_at
+        order by array_position(array['error', 'warning', 'info'], severity), step nulls first, created_at
         """,
         (sweep, trial, [one.value for one in Severity if one.rank >= at_least.rank]),
     )

@@ -26,7 +26,7 @@ from workloads.layers.transformer import GPT, GPTShape, PositionEmbedding
 from workloads.memory.formula import predict_saved_bytes
 from workloads.memory.saved import sections_of
 from workloads.probes.catalogue import Thresholds
-from workloads.probes.memory import MemoryProbe
+from workloads.probes.memory import memory_probes
 from workloads.probes.probe import Probe
 from workloads.probes.targets import TargetsProbe
 
@@ -64,11 +64,10 @@ class CharGpt(TrainingWorkload):
         return model.blocks()
 
     def probes(self, config: CharConfig, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
-        return [*super().probes(config, model, thresholds), TargetsProbe()]
-
-    def memory_probe(self, config: CharConfig, model: nn.Module, thresholds: Thresholds) -> Probe:
         assert isinstance(model, GPT)
-        return MemoryProbe(thresholds, model, sections_of(model), self.predicted_bytes(config, model))
+        predicted = self.predicted_bytes(config, model)
+        memory = memory_probes(config, thresholds, model, sections_of(model), predicted)
+        return [*super().probes(config, model, thresholds), TargetsProbe(), *memory]
 
     def predicted_bytes(self, config: CharConfig, model: GPT) -> Mapping[str, int] | None:
         """What a micro-batch keeps by section, where a closed form is known."""

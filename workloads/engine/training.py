@@ -29,7 +29,6 @@ from workloads.engine.update import Batch, Blocks, Call, Hyper, Trainer, Update
 from workloads.engine.windows import Windows
 from workloads.probes.catalogue import CHECKS, THRESHOLDS, Thresholds
 from workloads.probes.health import Health
-from workloads.probes.memory import MemoryProbe
 from workloads.probes.probe import Look, Probe
 from workloads.probes.standard import standard_probes
 
@@ -107,13 +106,7 @@ class TrainingWorkload(ABC):
 
     def probes(self, config: Any, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
         """What watches the training; a workload may add its own."""
-        probes = standard_probes(thresholds, model, self.blocks(model))
-        # A compiled model is not looked into: hooks would make it another program.
-        return probes if config.compile else [*probes, self.memory_probe(config, model, thresholds)]
-
-    def memory_probe(self, config: Any, model: nn.Module, thresholds: Thresholds) -> Probe:
-        """What counts the bytes kept for the backward pass; a workload may hand it sections and a prediction."""
-        return MemoryProbe(thresholds, model)
+        return standard_probes(thresholds, model, self.blocks(model))
 
     def run(self, config: Any, context: Context) -> Iterator[Report]:
         """Trains to `config.steps`, from the last checkpoint if there is one."""
@@ -158,7 +151,8 @@ class Training:
     health: Health = field(init=False)
 
     def __post_init__(self) -> None:
-        limits = Thresholds(**self.context.thresholds)
+        ours = {name: limit for name, limit in self.context.thresholds.items() if name in THRESHOLDS}
+        limits = Thresholds(**ours)  # a workload may have limits of its own beside them
         self.health = Health(self.workload.probes(self.config, self.model, limits), self.context.finding)
 
     @classmethod

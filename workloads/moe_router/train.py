@@ -22,6 +22,7 @@ from workloads.moe_router.model import MoeRegression, Seen, moe_loss
 from workloads.moe_router.observe import evaluate
 from workloads.moe_router.task import NUM_TEST, NUM_TRAIN, Batch, draw_task
 from workloads.probes.catalogue import Thresholds
+from workloads.probes.memory import memory_probes
 from workloads.probes.probe import Probe
 from workloads.probes.router import RouterProbe
 
@@ -95,7 +96,7 @@ class MoeRouter(TrainingWorkload):
 
     def probes(self, config: MoeConfig, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
         router = RouterProbe(thresholds, POLICIES[config.precision], config.k, config.num_experts, parts_of)
-        return [*super().probes(config, model, thresholds), router]
+        return [*super().probes(config, model, thresholds), router, *memory_probes(config, thresholds, model)]
 
     def observe(self, config: MoeConfig, update: Update) -> dict[str, float]:
         mse = sum(share * seen.mse.detach() for share, seen in update.seen)

@@ -122,7 +122,7 @@ class GradientProbe(Probe):
     thresholds: Thresholds
     model: nn.Module
     blocks: Mapping[str, Sequence[nn.Parameter]]
-    no_gradient_for: dict[str, int] = field(init=False, default_factory=dict)  # parameter -> updates in a row
+    never: list[str] | None = field(init=False, default=None)  # parameters that have not received a gradient so far
     zero_for: dict[str, int] = field(init=False, default_factory=dict)  # block -> updates in a row
     num_too_large: int = field(init=False, default=0)  # thorough looks in a row
 
@@ -137,9 +137,8 @@ class GradientProbe(Probe):
         return nullcontext()
 
     def updated(self, look: Look) -> Iterator[Finding]:
-        absent = [name for name, parameter in self._named if parameter.grad is None]
-        if absent or self.no_gradient_for:
-            yield from self._without_gradient(look.step, absent)
+        if self.never is None or self.never:
+            yield from self._without_gradient(look.step)
         zero = [name for name, norm in look.update.norms.items() if norm == 0]
         if zero or self.zero_for:
             yield from self._zero(look.step, [name for name in zero if self._has_gradient(name)])
@@ -149,15 +148,20 @@ class GradientProbe(Probe):
             yield from self._too_large(look)
 
     def measured(self) -> Mapping[str, float]:
-        return {f"update/ratio/{name}": ratio for name, ratio in self._ratios.items()}
+        ratios, self._ratios = self._ratios, {}  # a report between two thorough looks has none
+        return {f"update/ratio/{name}": ratio for name, ratio in ratios.items()}
 
-    def _without_gradient(self, step: int, absent: Sequence[str]) -> Iterator[Finding]:
-        self.no_gradient_for = {name: self.no_gradient_for.get(name, 0) + 1 for name in absent}
+    def _without_gradient(self, step: int) -> Iterator[Finding]:
+        """What has received one once is in the graph: an expert that no token chose for a while is not cut off."""
+        absent = [name for name, parameter in self._named if parameter.grad is None]
+        self.never = [name for name in absent if self.never is None or name in self.never]
         limit = self.thresholds.no_gradient_updates
-        if never := [name for name, count in self.no_gradient_for.items() if count >= limit]:
-            message = f"{_names(never)}: no gradient in {limit:.0f} updates; the loss does not depend on what is there"
+        if self.never and step >= limit:
+            message = (
+                f"{_names(self.never)}: no gradient in {limit:.0f} updates; the loss does not depend on what is there"
+            )
             advice = "look for detach(), no_grad(), or a part that is never called; freeze it if that is meant"
-            yield Finding("no_gradient", Severity.ERROR, message, advice, step, float(len(never)), 0.0)
+            yield Finding("no_gradient", Severity.ERROR, message, advice, step, float(len(self.never)), 0.0)
 
     def _zero(self, step: int, zero: Sequence[str]) -> Iterator[Finding]:
         """A gradient that is there and exactly zero; not the same as none, and not the same as a small one."""

@@ -11,6 +11,8 @@ from typing import Any
 from orchestrator.trial import Finding, Severity
 from workloads.probes.probe import Look, Probe
 
+PROBE_FAILED = "probe_failed"
+
 
 @dataclass
 class Health:
@@ -71,9 +73,10 @@ class Health:
 
     def found(self, finding: Finding) -> None:
         """Says a finding unless its check has said as much before: once a severity, worse things again."""
-        if finding.severity.rank <= self.said.get(finding.check_name, -1):
+        subject = finding.message if finding.check_name == PROBE_FAILED else finding.check_name  # each probe may fail
+        if finding.severity.rank <= self.said.get(subject, -1):
             return
-        self.said[finding.check_name] = finding.severity.rank
+        self.said[subject] = finding.severity.rank
         self.news = True
         self.say(finding)
 
@@ -99,7 +102,7 @@ class Health:
         """Whatever a probe raises ends the probe and not the run: it came to watch."""
         self.failed.append(_name(probe))
         message = f"{_name(probe)} failed and watches no more: {type(error).__name__}: {error}"
-        self.found(Finding("probe_failed", Severity.WARNING, message, "training went on; please report it", step))
+        self.found(Finding(PROBE_FAILED, Severity.WARNING, message, "training went on; please report it", step))
 
 
 def _name(probe: Probe) -> str:

@@ -26,6 +26,14 @@ from workloads.probes.probe import Look, Probe
 MEGABYTE = 1e6
 
 
+def memory_probes(config: Any, *arguments: Any) -> list[Probe]:
+    """A `MemoryProbe` of these arguments; none for a compiled model, which hooks would make another program.
+
+    A workload asks for it: under the hooks of saved tensors torch refuses the gradients of torch.func.
+    """
+    return [] if config.compile else [MemoryProbe(*arguments)]
+
+
 def default_sections(model: nn.Module) -> Mapping[str, nn.Module]:
     return {"input": model, **dict(block_modules(model))}
 

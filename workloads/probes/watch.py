@@ -115,8 +115,8 @@ class WatchedGradients(GradientProbe):
         self._named = [*((name, one) for name, one in self._named if one in trained), *self.strangers]
 
     def is_worried(self) -> bool:
-        """True where every update counts: a gradient is or was missing, or was zero at the update before."""
-        return bool(self.no_gradient_for or self.zero_for) or any(one.grad is None for _, one in self._named)
+        """True where every update counts: a gradient has been missing so far, or was zero at the update before."""
+        return self.never is None or bool(self.never or self.zero_for)
 
 
 @dataclass
