@@ -16,7 +16,7 @@ from workloads.data.corpus import Corpus, load_corpus
 from workloads.data.tokens import TokenBatch, held_out_windows, num_starts, shifted
 from workloads.engine.random import generator
 
-STRETCH = 64  # characters
+STRETCH = 64  # characters: shorter ones recur in any text, longer ones take longer to compare
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,9 @@ class Text:
         return replace(self, corpus=corpus, held_out_NT=self.held_out_NT.to(device))
 
     def split_rows(self) -> tuple[Tensor, Tensor]:
-        """Stretches of training and held-out text, [N, STRETCH] each: whole sentences recur, such stretches hardly."""
-        length = min(STRETCH, self.corpus.num_held_out)
-        held_out = held_out_windows(self.corpus, length - 1, len(self.held_out_NT))
-        return self.corpus.training_N.unfold(0, length, 1), held_out
+        """Stretches of the training text, and the held-out windows or their beginnings: [N, up to STRETCH] each."""
+        beginnings = self.held_out_NT[:, :STRETCH]
+        return self.corpus.training_N.unfold(0, beginnings.shape[1], 1), beginnings
 
     def shortened(self) -> Text:
         return replace(self, held_out_NT=self.held_out_NT[:4])

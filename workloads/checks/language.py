@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.trial import Finding, Severity
-from workloads.checks.subject import EXACT, Subject, distance
-from workloads.probes.targets import unshifted
+from workloads.checks.subject import AMPLIFIED, EXACT, Subject, distance
+from workloads.probes.targets import SAME_SHARE, unshifted
 
 MOVED_16_BIT = 0.05  # of a logit vector's spread: other tokens change the shapes of products, and so their rounding
-AMPLIFIED = 100.0  # coefficients of auxiliary losses, so that what they do with padding is not hidden by the task
 LOSS_ROUNDINGS = 8  # in units of the model's epsilon
+FARTHEST = 4  # places ahead at which a wrong shift is looked for
 
 
 @dataclass
@@ -92,8 +92,34 @@ def check_targets(subject: Subject) -> Iterator[Finding]:
         return
     (slope_BTV,) = torch.autograd.grad(seen[0] * subject.loss_scale, seen[1])
     asked_BT, counts_BT = slope_BTV.argmin(-1), slope_BTV.any(-1)
-    following_counts_BT = counts_BT.roll(1, dims=1)  # `unshifted` looks up a place by the one after it
-    yield from unshifted(batch.tokens_BT, asked_BT, following_counts_BT, None)
+    both_BT = counts_BT & counts_BT.roll(1, dims=1)  # `unshifted` looks up a place by the one after it
+    found = list(unshifted(batch.tokens_BT, asked_BT, both_BT, None))
+    yield from found or too_far(batch.tokens_BT, asked_BT, counts_BT)
+
+
+def too_far(tokens_BT: Tensor, asked_BT: Tensor, counts_BT: Tensor) -> Iterator[Finding]:
+    """Targets that are neither the token of their place nor the next one.
+
+    Those of a place beyond are shifted twice. Others may be another task's, so that is but a note.
+    """
+    shares = {}
+    for ahead in range(1, min(FARTHEST, tokens_BT.shape[1] - 1) + 1):
+        both_BT = counts_BT[:, :-ahead] & counts_BT[:, ahead:]  # what follows the last target is padding
+        if bool(both_BT.any()):
+            shares[ahead] = float((asked_BT[:, :-ahead] == tokens_BT[:, ahead:])[both_BT].double().mean())
+    if (following := shares.get(1, 1.0)) > SAME_SHARE:
+        return
+    ahead = max(shares, key=lambda one: shares[one])
+    if shares[ahead] > SAME_SHARE:
+        message = (
+            f"{shares[ahead]:.0%} of the targets are the tokens {ahead} places ahead, {following:.0%} the next ones"
+        )
+        advice = "shift the targets once: the target of place t is token t + 1"
+        yield Finding("targets_not_shifted", Severity.ERROR, message, advice, None, shares[ahead], SAME_SHARE)
+    else:
+        message = f"{following:.0%} of the targets are the next tokens"
+        advice = "fine for other tasks; for next-token prediction look at how tokens and targets are paired"
+        yield Finding("targets_not_shifted", Severity.INFO, message, advice, None, following, SAME_SHARE)
 
 
 def check_padding(subject: Subject) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.trial import Finding, Severity
-from workloads.checks.subject import EXACT, Gradient, Subject, difference, distance, length, times
+from workloads.checks.subject import AMPLIFIED, EXACT, Gradient, Subject, difference, distance, length, product, times
 from workloads.engine.precision import POLICIES
 from workloads.layers.router import Router, Routing
 from workloads.probes.router import coarser_grid
@@ -55,7 +55,29 @@ def check_z_loss(subject: Subject) -> Iterator[Finding]:
         message = f"with a router of zeros the z-loss is {value:.6g} at c_z = 1; mean log-sum-exp squared is {due:.6g}"
         advice = "square the log-sum-exp of the raw logits, mean over valid tokens, summed over layers"
         yield Finding("z_loss", Severity.ERROR, message, advice, None, value, due)
-    yield from reaches(subject, "c_z", "z_loss", "z-loss")
+    found = list(reaches(subject, "c_z", "z_loss", "z-loss"))
+    yield from found
+    if not found and subject.in_float32.is_exact:
+        yield from never_off(subject.in_float32)
+
+
+def never_off(subject: Subject) -> Iterator[Finding]:
+    """A z-loss at c_z = 0. It alone shifts all logits of a token; task and balance loss see their differences."""
+    none, one = (shifts(subject, {**OFF, "c_z": value}) for value in (0.0, 1.0))
+    for name, (shift, whole) in none.items():
+        of_z = difference(one[name][0], shift)
+        part = product(shift, of_z) / product(of_z, of_z)
+        if length(shift) > EXACT * length(whole) and distance(times(part, of_z), shift) <= ROUNDED:
+            message = f"at c_z = 0 the gradient at {name} still holds that of a z-loss with c_z = {part:.3g}"
+            advice = "leave the z-loss out of the loss, or multiply it by c_z alone"
+            yield Finding("z_loss", Severity.ERROR, message, advice, None, part, 0.0)
+            return
+
+
+def shifts(subject: Subject, hyper: Mapping[str, float]) -> dict[str, tuple[Gradient, Gradient]]:
+    """The gradient of each router's weight [E, D] summed over the experts, and all of it."""
+    found = {name: gradient[:1] for name, gradient in router_gradients(subject, hyper).items()}
+    return {name: ([weight.sum(0)], [weight]) for name, (weight,) in found.items()}
 
 
 def check_balance_loss(subject: Subject) -> Iterator[Finding]:
@@ -63,9 +85,10 @@ def check_balance_loss(subject: Subject) -> Iterator[Finding]:
     if not has_routers(subject):
         return
     value, due = by_definition(subject, "alpha", lambda routing: 1.0)
-    if abs(value - due) > EXACT * due:
+    limit = max(EXACT, torch.finfo(POLICIES[subject.config.precision].router_softmax).eps)  # 1/3 is none of bfloat16's
+    if abs(value - due) > limit * due:
         ratio = value / due
-        is_multiple = ratio > 1.5 and abs(ratio - round(ratio)) < EXACT * ratio
+        is_multiple = ratio > 1.5 and abs(ratio - round(ratio)) <= limit * ratio
         message = f"with a router of zeros the balance loss is {value:.6g} at alpha = 1 instead of {due:.6g}"
         if is_multiple:
             message += f": the shares of the experts add up to {ratio:.4g}"
@@ -74,6 +97,29 @@ def check_balance_loss(subject: Subject) -> Iterator[Finding]:
         yield Finding(check, Severity.ERROR, message, advice, None, value, due)
     if any(routing.experts_BK.shape[-1] < routing.logits_BE.shape[-1] for routing in routings(subject)):
         yield from reaches(subject, "alpha", "balance_loss", "balance loss")  # else it is constant
+
+
+def check_window_load(subject: Subject) -> Iterator[Finding]:
+    """The balance loss of three micro-batches is that of one batch: its loads are those of the whole window."""
+    subject = subject.in_float32
+    if subject.config.accumulation_steps == 1 or not subject.is_exact or not has_routers(subject):
+        return
+    apart, without = (split_apart(subject, {**OFF, "alpha": alpha}) for alpha in (AMPLIFIED, 0.0))
+    if apart > EXACT >= without:  # else the split is wrong without a balance loss: another check's matter
+        message = (
+            f"the balance loss of a window in micro-batches has another gradient than as one batch: {apart:.1%} apart"
+        )
+        advice = (
+            "count each expert's load over the whole window (in `prepare`), or compare only runs that are split alike"
+        )
+        yield Finding("balance_loss", Severity.WARNING, message, advice, None, apart, EXACT)
+
+
+def split_apart(subject: Subject, hyper: Mapping[str, float]) -> float:
+    """How far a window's gradient is from that of the same rows as one batch, in eval mode."""
+    windows = subject.window, [subject.combined]
+    split, whole = (subject.applied(subject.model().eval(), window, **hyper) for window in windows)
+    return distance(split, whole)
 
 
 def routings(subject: Subject) -> list[Routing]:
@@ -119,9 +165,9 @@ def routers_of(model: nn.Module) -> list[tuple[str, Router]]:
 def router_gradients(
     subject: Subject, hyper: Mapping[str, float], model: nn.Module | None = None
 ) -> dict[str, Gradient]:
-    """For each router by its module's name."""
+    """For each router that is trained, by its module's name."""
     model = subject.model() if model is None else model
-    named = routers_of(model)
+    named = [(name, router) for name, router in routers_of(model) if router.weight.requires_grad]
     loss, _ = subject.loss(model, subject.batch, **hyper)
     found = iter(subject.gradient_of(loss, [one for _, router in named for one in router.parameters()]))
     return {name: [next(found) for _ in router.parameters()] for name, router in named}

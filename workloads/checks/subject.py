@@ -30,6 +30,7 @@ ROWS = (3, 1, 1)  # of the micro-batches, where a row holds many targets
 ENOUGH_VALID = 64  # targets in the largest micro-batch: few rows of one target each would leave experts idle
 SMALLEST_SCALE = 2.0**-20  # a loss scale that must go below it is not what makes the gradient overflow
 EXACT = 1e-3  # relative; float32 gradients of equal sums agree to 1e-5
+AMPLIFIED = 100.0  # coefficients of auxiliary losses, so that what they do is not hidden by the task
 ROUNDINGS = 4  # how many times as far as one rounding of each weight the roundings of all products may lead
 
 Gradient = list[Tensor]  # one tensor a parameter, dense and real; zeros where there is none
@@ -111,15 +112,23 @@ class Subject:
         """The scalars of the first step's loss."""
         return {"lr": self.config.lr, **self.workload.hyper(self.config, 1)}
 
-    def update(self, trainer: Trainer, window: Sequence[Any]) -> Update:
+    def update(self, trainer: Trainer, window: Sequence[Any], **hyper: float) -> Update:
         self.reseed()
-        return trainer.update(window, self.hyper)
+        return trainer.update(window, {**self.hyper, **hyper})
 
-    def applied(self, model: nn.Module, window: Sequence[Any], clip_norm: float | None = None) -> Gradient:
+    def taken(self, trainer: Trainer, window: Sequence[Any], **hyper: float) -> Gradient:
+        """The gradient that the optimiser takes in an update: seen as it steps, a trainer may clear it right after."""
+        seen: list[Gradient] = []
+        look = trainer.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients_of(trainer.parameters)))
+        self.update(trainer, window, **hyper)
+        look.remove()
+        return seen[-1] if seen else gradients_of(trainer.parameters)
+
+    def applied(
+        self, model: nn.Module, window: Sequence[Any], clip_norm: float | None = None, **hyper: float
+    ) -> Gradient:
         """The gradient that the optimiser gets of one update, which moves the model."""
-        trainer = self.trainer(model, clip_norm)
-        self.update(trainer, window)
-        return gradients_of(trainer.parameters)
+        return self.taken(self.trainer(model, clip_norm), window, **hyper)
 
     def loss(self, call: Call, batch: Any, **hyper: float) -> tuple[Tensor, Any]:
         """The workload's loss of one batch, a window by itself; `hyper` replaces scalars of the first step."""
@@ -127,16 +136,19 @@ class Subject:
         return self.workload.loss(call, batch, self.workload.prepare(call, [batch], {**self.hyper, **hyper}))
 
     def gradient(self, model: nn.Module, batch: Any, **hyper: float) -> Gradient:
-        """By torch.autograd.grad; in the order of `parameters(model)`."""
+        """In the order of `parameters(model)`."""
         loss, _ = self.loss(model, batch, **hyper)
         return self.gradient_of(loss, self.parameters(model))
 
-    def gradient_of(self, loss: Tensor, parameters: Sequence[Tensor]) -> Gradient:
-        """In float16 under a loss scale, as training takes it."""
+    def gradient_of(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> Gradient:
+        """In float16 under a loss scale, as training takes it. Other parameters of the model keep a gradient."""
         if not loss.requires_grad:
             return [torch.zeros_like(dense_real(one.detach())) for one in parameters]
-        found = torch.autograd.grad(loss * self.loss_scale, parameters, allow_unused=True)
-        return [dense(grad, one) / self.loss_scale for grad, one in zip(found, parameters, strict=True)]
+        clear(parameters)
+        (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]  # reentrant checkpoints allow no grad()
+        found = times(1 / self.loss_scale, gradients_of(parameters))
+        clear(parameters)
+        return found
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
         """Those that are trained, in the order of their blocks."""
@@ -218,6 +230,11 @@ def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
         return torch.zeros_like(dense_real(parameter.detach()))
     gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
     return dense_real(gradient).clone()
+
+
+def clear(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def gradients_of(parameters: Sequence[nn.Parameter]) -> Gradient:

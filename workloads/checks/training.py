@@ -30,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     language.check_padding,
     routers.check_z_loss,
     routers.check_balance_loss,
+    routers.check_window_load,
     routers.check_dead_router,
     routers.check_router_dtype,
     evaluation.check_held_out,

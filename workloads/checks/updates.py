@@ -17,9 +17,9 @@ from workloads.checks.subject import (
     Gradient,
     Subject,
     called_modules,
+    clear,
     difference,
     distance,
-    gradients_of,
     length,
     product,
     times,
@@ -53,23 +53,45 @@ def check_loss_factor(subject: Subject) -> Iterator[Finding]:
 
 
 def check_slope(subject: Subject) -> Iterator[Finding]:
-    """The gradient against the loss itself, by steps along it: independent of autograd, in float32."""
+    """The gradient against the loss itself, by steps along it: independent of autograd, in float32.
+
+    The same factor for either half of the parameters is one of the whole loss. What differs is a stop-gradient
+    somewhere, most often meant, or a kink.
+    """
     subject = subject.in_float32
     if not subject.is_exact:
         return
     model = subject.model()
-    gradient, loss = subject.gradient(model, subject.batch), subject.loss(model, subject.batch)[0].detach().abs().item()
+    gradient = subject.gradient(model, subject.batch)
+    ratio = measured_ratio(subject, model, gradient)
+    if ratio is None or abs(ratio - 1) <= SLOPE_TOLERANCE:
+        return
+    ratios = [measured_ratio(subject, model, half) for half in halves(gradient)]
+    is_factor = all(one is not None and abs(one - ratio) <= SMOOTH * abs(ratio) for one in ratios)
+    message = f"a step along the gradient changes the loss {ratio:.3g} times as much as the gradient says"
+    advice = "fine for straight-through or reversed gradients; else look for a detach() or a backward of your own"
+    severity = Severity.WARNING if is_factor else Severity.INFO
+    yield Finding("loss_factor", severity, message, advice, None, ratio, 1.0)
+
+
+def halves(gradient: Gradient) -> Iterator[Gradient]:
+    """That of the first parameters and that of the last: zeros stand for the others."""
+    middle = len(gradient) // 2
+    for kept in (range(middle), range(middle, len(gradient))):
+        yield [one if place in kept else torch.zeros_like(one) for place, one in enumerate(gradient)]
+
+
+def measured_ratio(subject: Subject, model: nn.Module, gradient: Gradient) -> float | None:
+    """By what factor the loss changes more along a gradient than that says; None where rounding or a kink hides it."""
     norm, weights = length(gradient), length([dense_real(one.detach()) for one in subject.parameters(model)])
     if not 0 < norm < math.inf:
-        return
+        return None
+    loss = subject.loss(model, subject.batch)[0].detach().abs().item()
     step = min(STEP_OF_LOSS * loss / norm, LONGEST_STEP * weights)
     if step * norm < STEP_OF_LOSS / 10 * loss or step == 0:  # the loss hardly moves: its rounding would be measured
-        return
+        return None
     long, short = (slope(subject, model, gradient, norm, part * step) / norm for part in (1.0, 0.5))
-    if abs(long - short) <= SMOOTH * abs(short) and abs(short - 1) > SLOPE_TOLERANCE:
-        message = f"a step along the gradient changes the loss {short:.3g} times as much as the gradient says"
-        advice = "fine for straight-through or reversed gradients; else look for a detach() or a backward of your own"
-        yield Finding("loss_factor", Severity.WARNING, message, advice, None, short, 1.0)
+    return short if abs(long - short) <= SMOOTH * abs(short) else None
 
 
 @torch.no_grad()
@@ -88,7 +110,9 @@ def slope(subject: Subject, model: nn.Module, gradient: Gradient, norm: float, s
 
 
 def check_accumulation(subject: Subject) -> Iterator[Finding]:
-    """Three micro-batches of very unequal size against one batch of the same rows."""
+    """Three micro-batches of very unequal size against one batch of the same rows, where training splits at all."""
+    if subject.config.accumulation_steps == 1:
+        return
     whole, split = (of_window(subject, window, training=False) for window in ([subject.combined], subject.window))
     if not is_usable(whole):
         return
@@ -119,7 +143,14 @@ def explain(subject: Subject, split: Gradient, whole: Gradient) -> Iterator[Find
     tolerance = max(limits(subject).weight_tolerance, subject.tolerance)
     found = list(misweighed(counted, shares, tolerance, None))
     yield from found
-    if not found:
+    if not found and distance([torch.stack(parts).sum(0) for parts in zip(*alone, strict=True)], whole) <= tolerance:
+        factor = length(whole) / length(split)
+        message = (
+            f"the loss is a sum: as one batch a window has {factor:.3g} times the gradient it has in micro-batches"
+        )
+        advice = "return the mean over valid targets; each micro-batch's mean is weighed by its share of the window"
+        yield Finding("accumulation_weights", Severity.ERROR, message, advice, None, factor, 1.0)
+    elif not found:
         message = (
             f"the gradient of a window differs by {apart:.1%} from that of its rows as one batch, also in eval mode"
         )
@@ -152,8 +183,7 @@ def check_cleared(subject: Subject) -> Iterator[Finding]:
         with torch.no_grad():
             for one, old in zip(state, kept, strict=True):
                 one.copy_(old)
-        subject.update(trainer, [subject.batch])
-        seen.append(gradients_of(trainer.parameters))
+        seen.append(subject.taken(trainer, [subject.batch]))
     pairs = [(first, second) for first, second in zip(*seen, strict=True) if bool(first.any())]
     if kept_on := sum(distance([second], [2 * first]) < SMOOTH for first, second in pairs):
         message = f"a second update of the same batch has twice the gradient, in {kept_on} of {len(pairs)} parameters"
@@ -168,11 +198,11 @@ def check_clip(subject: Subject) -> Iterator[Finding]:
     free = subject.applied(subject.model(), [subject.batch])
     if not is_usable(free):
         return
-    clip_norm = CLIP_SHARE * length(free)
+    clip_norm = float(f"{CLIP_SHARE * length(free):.3g}")  # of few digits: it stands in the message
     clipped = subject.applied(subject.model(), [subject.batch], clip_norm)
     found = list(wrongly_clipped(length(free), length(clipped), clip_norm, limits(subject).weight_tolerance, None))
     yield from found
-    if not found and (apart := distance(times(1 / CLIP_SHARE, clipped), free)) > subject.tolerance:
+    if not found and (apart := distance(times(length(free) / clip_norm, clipped), free)) > subject.tolerance:
         message = f"the clip turns the gradient: its direction differs by {apart:.1%}"
         advice = "clip the norm of all gradients together"
         yield Finding("clip_order", Severity.WARNING, message, advice, None, apart, subject.tolerance)
@@ -226,8 +256,9 @@ def unreached(subject: Subject, model: nn.Module, batches: Iterable[Any]) -> set
     for batch in batches:
         loss, _ = subject.loss(model, batch)
         if missing and loss.requires_grad:
-            found = torch.autograd.grad(loss, list(missing.values()), allow_unused=True)
-            missing = {name: one for (name, one), grad in zip(missing.items(), found, strict=True) if grad is None}
+            clear(list(missing.values()))
+            loss.backward()  # type: ignore[no-untyped-call]
+            missing = {name: one for name, one in missing.items() if one.grad is None}
     return set(missing)
 
 

@@ -36,7 +36,7 @@ TRAINING_METRICS = (
 class TrainingConfig(WorkloadConfig):
     steps: int = size(800, ge=1, description="updates")
     batch_size: int = size(256, ge=1, description="rows of a micro-batch")
-    accumulation_steps: int = size(1, ge=1, description="micro-batches of an update")
+    accumulation_steps: int = Field(1, ge=1, description="micro-batches of an update")
     order: Literal["replacement", "epochs"] = size(
         "replacement",
         description="rows are drawn anew for each update, or every row once an epoch; an epoch's last micro-batch and "
