@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from orchestrator.trial import Severity
 from workloads.probes.huggingface import HealthCallback
+
+with pytest.MonkeyPatch.context() as hidden:  # transformers takes a loaded marimo for a notebook, and asks for IPython
+    hidden.delitem(sys.modules, "marimo", raising=False)
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 SIZE = {
     "vocab_size": 17,
