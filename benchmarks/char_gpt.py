@@ -8,7 +8,6 @@ machine disturbs less than the clock.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from statistics import median
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.turns import STEPS_PER_TURN, cpu_seconds, turn_of
 from workloads.char_gpt.config import Config
 from workloads.char_gpt.train import CharGpt
 from workloads.data.corpus import load_corpus
@@ -24,7 +24,6 @@ from workloads.engine.training import Training
 
 Line = tuple[str, float, str, str, bool | None]
 
-STEPS_PER_TURN = 10
 NUM_TURNS = 15
 CONFIG = Config(steps=10**9, eval_every=10**9)  # depth 4, heads 4, width 64, context 64, batch 32, clip 1.0
 
@@ -97,30 +96,15 @@ def begin() -> Training:
     return Training.begin(CharGpt(), CONFIG, Alone(log_every=10**9))
 
 
-def our_loop(reporting: bool) -> Callable[[], None]:
-    """One turn of `char_gpt`; with `reporting` it ends in a report, as with `log_every: 10`."""
-    training = begin()
-
-    def turn() -> None:
-        for _ in range(STEPS_PER_TURN):
-            update, hyper = training.advance()
-        if reporting:
-            training.report(update, hyper)
-
-    return turn
-
-
-def cpu_seconds(turn: Callable[[], None]) -> float:
-    started = time.process_time()
-    turn()
-    return time.process_time() - started
-
-
 def run(num_turns: int = NUM_TURNS) -> Iterator[Line]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        turns = {"plain": plain_loop(), "without reports": our_loop(False), "log_every: 10": our_loop(True)}
+        turns = {
+            "plain": plain_loop(),
+            "without reports": turn_of(begin(), reporting=False),
+            "log_every: 10": turn_of(begin()),
+        }
         times: dict[str, list[float]] = {name: [] for name in turns}
         for turn in turns.values():
             turn()

@@ -6,7 +6,6 @@ model has steps of about a millisecond: there the fixed cost of a probe weighs m
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.turns import STEPS_PER_TURN, cpu_seconds, turn_of
 from workloads.char_gpt.config import Config as CharConfig
 from workloads.char_gpt.train import CharGpt
 from workloads.engine.alone import Alone
@@ -27,7 +27,6 @@ from workloads.probes.probe import Probe
 
 Line = tuple[str, float, str, str, bool | None]
 
-STEPS_PER_TURN = 10  # the default log_every
 NUM_TURNS = 31
 CEILING = 1.05
 
@@ -49,21 +48,7 @@ def unwatched(kind: type[TrainingWorkload]) -> TrainingWorkload:
 
 
 def loop(workload: TrainingWorkload, config: Any) -> Callable[[], None]:
-    """One turn: ten updates, the tenth reported."""
-    training = Training.begin(workload, config, Alone(log_every=STEPS_PER_TURN))
-
-    def turn() -> None:
-        for _ in range(STEPS_PER_TURN):
-            update, hyper = training.advance()
-        training.report(update, hyper)
-
-    return turn
-
-
-def cpu_seconds(turn: Callable[[], None]) -> float:
-    started = time.process_time()
-    turn()
-    return time.process_time() - started
+    return turn_of(Training.begin(workload, config, Alone(log_every=STEPS_PER_TURN)))
 
 
 def run(num_turns: int = NUM_TURNS) -> Iterator[Line]:

@@ -65,6 +65,8 @@ def run_checks(
                 index, params = waiting.popleft()
                 process.ask(workload, params, thresholds, str(Path(folder.name, str(index), "artifacts")))
                 busy[process.connection] = (index, process)
+            if not busy:  # the time was over between the two looks at the clock
+                break
             oldest = min(process.asked_at for _, process in busy.values())
             ready = set(wait(list(busy), timeout=max(0.0, oldest + limit_s - time.monotonic())))
             for connection, (index, process) in list(busy.items()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -81,6 +82,12 @@ class Checkpoint(Protocol):
         The next attempt goes on at the step after it, so a workload that saves must load. A trial that has a result
         needs no state: there is none to save at the last step.
         """
+
+
+def stream_seed(trial_seed: int, stream: str) -> int:
+    """The 63-bit seed of a stream of random numbers: a function of the trial's seed and the stream's name alone."""
+    digest = hashlib.sha256(f"{trial_seed}/{stream}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 class Context(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import socket
 import time
@@ -21,7 +20,7 @@ from orchestrator.execution.verdict import Verdict
 from orchestrator.tracking.artifacts import store_file
 from orchestrator.tracking.recorder import MetricError, legal_key, real_number, whole_step
 from orchestrator.trial import Failure, Finding, Outcome, Report, Severity, TrialState
-from orchestrator.workload import Description, Workload, describe
+from orchestrator.workload import Description, Workload, describe, stream_seed
 
 if TYPE_CHECKING:  # commands that train nothing need not load it
     import numpy as np
@@ -68,8 +67,7 @@ class TrialContext:
 
     def seed(self, stream: str) -> int:
         self._read.add("seed")
-        digest = hashlib.sha256(f"{self._trial_seed}/{stream}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
+        return stream_seed(self._trial_seed, stream)
 
     def generator(self, stream: str) -> np.random.Generator:
         import numpy as np

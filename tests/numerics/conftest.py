@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.trial import Finding, Report
+from orchestrator.trial import Report
+from workloads.engine.alone import Alone
 from workloads.moe_router.config import Config
 from workloads.moe_router.train import MoeRouter
 
@@ -37,18 +37,12 @@ class Shelf:
 
 
 @dataclass
-class LonelyContext:
+class LonelyContext(Alone):
     """A trial that runs by itself. `stop_after` is the number of updates after which the signal comes."""
 
-    trial_seed: int = 0
     log_every: int = 10**9
-    device: str = "cpu"
-    stop_after: int | None = None
-    trial: int = 0
-    attempt: int = 1
-    findings: list[Finding] = field(default_factory=list)
-    thresholds: dict[str, float] = field(default_factory=dict)
     checkpoint: Shelf = field(default_factory=Shelf)
+    stop_after: int | None = None
     asked: int = 0
 
     @property
@@ -56,18 +50,8 @@ class LonelyContext:
         self.asked += 1
         return self.stop_after is not None and self.asked > self.stop_after
 
-    def should_report(self, step: int) -> bool:
-        return step % self.log_every == 0
-
-    def seed(self, stream: str) -> int:
-        digest = hashlib.sha256(f"{self.trial_seed}/{stream}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
-
-    def finding(self, finding: Finding) -> None:
-        self.findings.append(finding)
-
     def artifact(self, path: Path, name: str | None = None) -> None:
-        raise AssertionError("moe_router stores no artifact")
+        raise AssertionError("no training workload stores an artifact")
 
 
 def run(config: Config, context: LonelyContext) -> list[Report]:

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from orchestrator.trial import Finding, Severity
 from workloads.checks.subject import AMPLIFIED, EXACT, Gradient, Subject, difference, distance, length, product, times
 from workloads.engine.precision import POLICIES
 from workloads.layers.router import Router, Routing
-from workloads.probes.router import coarser_grid
+from workloads.layers.router_metrics import joined
+from workloads.probes.router import CAST_ADVICE, wrong_dtypes
 
 NUM_UPDATES = 3  # after which an expert whose output starts from zero lets the router's gradient through
 ROUNDED = 0.05  # relative: a gradient in 16 bits is a difference of two rounded ones
@@ -204,26 +205,7 @@ def check_router_dtype(subject: Subject) -> Iterator[Finding]:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             seen = routings(subject)
         for layer, routing in enumerate(seen):
-            wrong = [
-                f"{part} in {short(found)} instead of {short(due)}"
-                for part, found, due in (
-                    ("logits", routing.logits_BE.dtype, promise.router_logits),
-                    ("softmax", routing.probabilities_BE.dtype, promise.router_softmax),
-                )
-                if found != due
-            ]
-            if not wrong and (grid := coarser_grid(valid(routing))) is not None:
-                wrong = [f"logits that {grid} holds exactly: they were rounded before"]
-            if wrong:
-                message = f"the router of layer {layer} has {' and '.join(wrong)}{' under autocast' * autocast}"
-                advice = "cast the router's input, weight and logits to float32 explicitly, autocast off around it"
-                yield Finding("router_dtype", Severity.ERROR, message, advice)
+            if wrong := wrong_dtypes(joined([routing]), promise):
+                message = f"the router of layer {layer} has {wrong}{' under autocast' * autocast}"
+                yield Finding("router_dtype", Severity.ERROR, message, CAST_ADVICE)
                 return
-
-
-def valid(routing: Routing) -> Tensor:
-    return routing.logits_BE[routing.valid_B]
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

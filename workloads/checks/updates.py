@@ -27,6 +27,7 @@ from workloads.checks.subject import (
 from workloads.engine.update import Call, Hyper, dense_real
 from workloads.probes.catalogue import Thresholds
 from workloads.probes.gradients import misweighed, wrongly_clipped
+from workloads.probes.probe import listed
 
 STEP_OF_LOSS = 1e-3  # by this share a step along the gradient changes the loss: far above a float32 loss's rounding
 LONGEST_STEP = 0.01  # of the weights' length: beyond it the loss is no straight line
@@ -244,8 +245,7 @@ def check_reachable(subject: Subject) -> Iterator[Finding]:
     with called_modules(model) as called:
         missing &= unreached(subject, model, (subject.batch_of(rows, 0) for rows in draws))
     if names := sorted(missing - idle_siblings(subject, model, missing, called)):
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        message = f"{shown}: the loss does not depend on what is there"
+        message = f"{listed(names)}: the loss does not depend on what is there"
         advice = "look for detach(), no_grad(), or a part that is never called; freeze it if that is meant"
         yield Finding("no_gradient", Severity.ERROR, message, advice, None, float(len(names)), 0.0)
 
@@ -274,7 +274,7 @@ def trained(subject: Subject, model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def limits(subject: Subject) -> Thresholds:
-    return Thresholds(**subject.context.thresholds)
+    return Thresholds.of(subject.context.thresholds)
 
 
 def is_usable(gradient: Gradient) -> bool:

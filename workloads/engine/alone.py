@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,27 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from orchestrator.trial import Finding
+from orchestrator.workload import Checkpoint, stream_seed
 
 
-@dataclass
-class Alone:
-    """See `orchestrator.workload.Context`; also its own checkpoint, which is never due. Findings are collected.
-
-    Its streams are those of a trial with the same `seed`.
-    """
-
-    trial_seed: int = 0
-    log_every: int = 10
-    thresholds: Mapping[str, float] = field(default_factory=dict)
-    device: str = "cpu"
-    trial: int = 0
-    attempt: int = 1
-    stopping: bool = False
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def checkpoint(self) -> Alone:
-        return self
+class NoCheckpoint:
+    """Is never due and keeps nothing."""
 
     def load(self) -> bytes | None:
         return None
@@ -41,12 +24,29 @@ class Alone:
     def save(self, step: int, state: bytes) -> None:
         """Nobody goes on from here."""
 
+
+@dataclass
+class Alone:
+    """See `orchestrator.workload.Context`. Findings are collected; streams are those of a trial with the same seed."""
+
+    trial_seed: int = 0
+    log_every: int = 10
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    device: str = "cpu"
+    trial: int = 0
+    attempt: int = 1
+    findings: list[Finding] = field(default_factory=list)
+    checkpoint: Checkpoint = field(default_factory=NoCheckpoint)
+
+    @property
+    def stopping(self) -> bool:
+        return False
+
     def should_report(self, step: int) -> bool:
         return step % self.log_every == 0
 
     def seed(self, stream: str) -> int:
-        digest = hashlib.sha256(f"{self.trial_seed}/{stream}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
+        return stream_seed(self.trial_seed, stream)
 
     def generator(self, stream: str) -> np.random.Generator:
         return np.random.default_rng(self.seed(stream))

@@ -151,8 +151,7 @@ class Training:
     health: Health = field(init=False)
 
     def __post_init__(self) -> None:
-        ours = {name: limit for name, limit in self.context.thresholds.items() if name in THRESHOLDS}
-        limits = Thresholds(**ours)  # a workload may have limits of its own beside them
+        limits = Thresholds.of(self.context.thresholds)
         self.health = Health(self.workload.probes(self.config, self.model, limits), self.context.finding)
 
     @classmethod

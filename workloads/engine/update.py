@@ -85,7 +85,7 @@ class Trainer:
     def update(self, window: Sequence[Batch], hyper: Hyper) -> Update:
         """Applies the window's gradient once, or not at all when it is not finite."""
         self.clear_gradients()
-        left_over, self.weights = has_gradient(self.parameters), []
+        left_over = has_gradient(self.parameters)
         loss, seen = self.accumulate(window, self.prepare(self.call, window, hyper))
         norms, clipped = self.unscale_and_clip()
         loss_scale, applied = self.scaler.get_scale(), math.isfinite(norms["total"])
@@ -102,7 +102,7 @@ class Trainer:
         """Adds up the gradient of the window's mean over valid targets; returns that mean and what was seen."""
         num_valid = [micro.num_valid for micro in window]
         shares = [count / sum(num_valid) for count in num_valid]  # targets are the unit: micro-batches differ in size
-        total = torch.zeros(())
+        total, self.weights = torch.zeros(()), []
         seen: list[tuple[float, Any]] = []
         for micro, share, gradient_share in zip(window, shares, self.gradient_shares(shares), strict=True):
             loss, observed = self.loss(self.call, micro, hyper)

@@ -38,6 +38,11 @@ class Thresholds:
     # Memory.
     unexplained_memory_share: float = 0.2  # of what was predicted
 
+    @classmethod
+    def of(cls, changed: Mapping[str, float]) -> Thresholds:
+        """The defaults with a sweep's changes; limits of the workload's own, which may be among them, are its own."""
+        return cls(**{name: limit for name, limit in changed.items() if name in THRESHOLDS})
+
 
 CHECKS: Mapping[str, str] = {
     "nonfinite_update": "a loss, gradient or parameter is no longer finite",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from orchestrator.trial import Finding, Severity
 from workloads.engine.update import gradient_norms
 from workloads.probes.catalogue import Thresholds
-from workloads.probes.probe import Look, Probe
+from workloads.probes.probe import Look, Probe, listed
 
 SAMPLED_VALUES = 2**20  # of a block, when its update is held against its weights: a copy of more costs memory
 ALWAYS = 100  # clipped updates in a row
@@ -158,7 +158,7 @@ class GradientProbe(Probe):
         limit = self.thresholds.no_gradient_updates
         if self.never and step >= limit:
             message = (
-                f"{_names(self.never)}: no gradient in {limit:.0f} updates; the loss does not depend on what is there"
+                f"{listed(self.never)}: no gradient in {limit:.0f} updates; the loss does not depend on what is there"
             )
             advice = "look for detach(), no_grad(), or a part that is never called; freeze it if that is meant"
             yield Finding("no_gradient", Severity.ERROR, message, advice, step, float(len(self.never)), 0.0)
@@ -168,7 +168,7 @@ class GradientProbe(Probe):
         self.zero_for = {name: self.zero_for.get(name, 0) + 1 for name in zero}
         limit = self.thresholds.no_gradient_updates
         if dead := [name for name, count in self.zero_for.items() if count >= limit]:
-            message = f"{_names(dead)}: the gradient was exactly zero in {limit:.0f} updates"
+            message = f"{listed(dead)}: the gradient was exactly zero in {limit:.0f} updates"
             advice = "a saturated or cut-off part, a factor of zero, or underflow: nothing there is learned"
             yield Finding("zero_gradient", Severity.WARNING, message, advice, step, 0.0)
 
@@ -202,7 +202,3 @@ def update_ratios(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> 
     pairs = dict(zip(before, squares.t().tolist(), strict=True))
     pairs["total"] = squares.sum(-1).tolist()
     return {name: math.sqrt(moved / length) for name, (moved, length) in pairs.items() if length > 0}
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from orchestrator.trial import Finding
-from workloads.probes.watch import Watch, watch
+from workloads.probes.watch import WatchingCallback, watch
 
 try:
     from transformers import TrainerCallback
@@ -22,16 +21,8 @@ except ImportError as error:
     raise ImportError("HealthCallback needs Hugging Face's library: pip install 'transformers[torch]'") from error
 
 
-class HealthCallback(TrainerCallback):  # type: ignore[misc]  # untyped here
+class HealthCallback(WatchingCallback, TrainerCallback):  # type: ignore[misc]  # untyped here
     """Takes what `watch` takes beside model, optimiser, scaler and clip norm, which are the trainer's."""
-
-    def __init__(self, **watching: Any) -> None:
-        self.watching = watching
-        self.health: Watch | None = None
-
-    @property
-    def findings(self) -> list[Finding]:
-        return self.health.findings if self.health else []
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **others: Any

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from orchestrator.trial import Finding
-from workloads.probes.watch import Watch, watch
+from workloads.probes.watch import WatchingCallback, watch
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # two copies of everything: a program uses one
 
@@ -31,16 +30,8 @@ def _lightning() -> Any:
 pl = _lightning()
 
 
-class HealthCallback(pl.Callback):  # type: ignore[misc,name-defined]  # untyped here
+class HealthCallback(WatchingCallback, pl.Callback):  # type: ignore[misc,name-defined]  # untyped here
     """Takes what `watch` takes beside model, optimiser, scaler and clip norm, which are the trainer's."""
-
-    def __init__(self, **watching: Any) -> None:
-        self.watching = watching
-        self.health: Watch | None = None
-
-    @property
-    def findings(self) -> list[Finding]:
-        return self.health.findings if self.health else []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if len(trainer.optimizers) != 1:

@@ -8,7 +8,7 @@ reported there. Models that are compiled, or that call torch.func's gradients, c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,9 +114,9 @@ class MemoryProbe(Probe):
         peak = peak_bytes(self.model) if self._metrics else None
         return self._metrics if peak is None else {**self._metrics, "memory/peak_bytes": float(peak)}
 
-    def reported(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
+    def reported(self, step: int, metrics: Mapping[str, float]) -> Iterable[Finding]:
         self._metrics = {}
-        yield from ()
+        return ()
 
 
 def unexplained(

@@ -22,6 +22,7 @@ from workloads.probes.probe import Look, Probe
 
 ENOUGH = 16  # an expert that is due so many assignments of a window goes without any by chance in e^-16 of windows
 ENOUGH_LOGITS = 64  # that all of so many lie on a coarser grid is no accident
+CAST_ADVICE = "cast the router's input, weight and logits to float32 explicitly, autocast off around it"
 LOSS_ROUNDINGS = 4  # operations of the loss in float32, each off by half a unit of the last place
 TERM_TOLERANCE = 1e-5  # relative: the terms are sums of float32 numbers, here of float64; they differ by 2e-7
 
@@ -85,19 +86,9 @@ class RouterProbe(Probe):
             yield Finding("dead_router", Severity.ERROR, message, advice, look.step, 0.0, 0.0)
 
     def _dtype(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
-        found = {"logits": window.logits_BE.dtype, "softmax": window.probabilities_BE.dtype}
-        due = {"logits": self.promise.router_logits, "softmax": self.promise.router_softmax}
-        wrong = [
-            f"{part} in {_short(found[part])} instead of {_short(due[part])}"
-            for part in due
-            if found[part] != due[part]
-        ]
-        if not wrong and (grid := coarser_grid(window.logits_BE)) is not None:
-            wrong = [f"logits that {grid} holds exactly, all {window.logits_BE.numel()}: they were rounded before"]
-        if wrong:
-            message = f"the router of layer {layer} has {' and '.join(wrong)}"
-            advice = "cast the router's input, weight and logits to float32 explicitly, autocast off around it"
-            yield Finding("router_dtype", Severity.ERROR, message, advice, step)
+        if wrong := wrong_dtypes(window, self.promise):
+            message = f"the router of layer {layer} has {wrong}"
+            yield Finding("router_dtype", Severity.ERROR, message, CAST_ADVICE, step)
 
     def _constant_weights(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
         """A weight of exactly 1 for every token has no gradient: neither p / p nor a saturated softmax teaches."""
@@ -229,6 +220,18 @@ def z_by_definition(logits_BE: Tensor) -> float:
     top_B = logits_BE.amax(-1, keepdim=True)
     squares_B = ((logits_BE - top_B).exp().sum(-1).log() + top_B.squeeze(-1)).square()
     return float(squares_B.sum() / max(len(squares_B), 1))
+
+
+def wrong_dtypes(window: Routing, promise: Precision) -> str:
+    """What of a routing of valid tokens is not in the dtype that was promised, in words; empty if all is."""
+    parts = (
+        ("logits", window.logits_BE.dtype, promise.router_logits),
+        ("softmax", window.probabilities_BE.dtype, promise.router_softmax),
+    )
+    wrong = [f"{part} in {_short(found)} instead of {_short(due)}" for part, found, due in parts if found != due]
+    if not wrong and (grid := coarser_grid(window.logits_BE)) is not None:
+        wrong = [f"logits that {grid} holds exactly, all {window.logits_BE.numel()}: they were rounded before"]
+    return " and ".join(wrong)
 
 
 def coarser_grid(logits_BE: Tensor) -> str | None:

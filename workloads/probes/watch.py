@@ -35,7 +35,7 @@ from workloads.probes.catalogue import Thresholds
 from workloads.probes.gradients import GradientProbe, wrongly_clipped
 from workloads.probes.health import Health
 from workloads.probes.loss import LossProbe
-from workloads.probes.probe import Look, Probe
+from workloads.probes.probe import Look, Probe, listed
 
 ROUNDING = 1e-3  # relative; what changes a norm by less is no clip
 CLIP_TOLERANCE = 0.25  # relative; torch's own clip takes norms in float32, on a CPU wrong by per cents
@@ -359,12 +359,23 @@ class Watch:
 
     def _find_untrained(self, names: Sequence[str]) -> None:
         if names:
-            message = f"the optimiser does not have {len(names)} of the model's parameters: {', '.join(names[:4])}"
-            message += ", ..." if len(names) > 4 else ""
+            message = f"the optimiser does not have {len(names)} of the model's parameters: {listed(names)}"
             advice = "add them to it; freeze them (requires_grad_(False)) if they are not to be trained"
             self._health.found(
                 Finding("not_optimized", Severity.WARNING, message, advice, self.step, float(len(names)), 0.0)
             )
+
+
+class WatchingCallback:
+    """What a library's callback holds: how to watch, and the watch once training has begun."""
+
+    def __init__(self, **watching: Any) -> None:
+        self.watching = watching
+        self.health: Watch | None = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        return self.health.findings if self.health else []
 
 
 def is_shared() -> bool:
