@@ -16,8 +16,9 @@ Metrics = dict[str, Tensor]
 
 def joined(routings: Sequence[Routing]) -> Routing:
     """The routing of all valid tokens of several micro-batches."""
-    routing = Routing(*(torch.cat(parts) for parts in zip(*routings, strict=True)))
-    return Routing(*(part[routing.valid_B] for part in routing))
+    several = len(routings) > 1
+    routing = Routing(*(torch.cat(parts) for parts in zip(*routings, strict=True))) if several else routings[0]
+    return routing if bool(routing.valid_B.all()) else Routing(*(part[routing.valid_B] for part in routing))
 
 
 def load_metrics(routing: Routing) -> Metrics:

@@ -230,12 +230,13 @@ def wrong_dtypes(window: Routing, promise: Precision) -> str:
     )
     wrong = [f"{part} in {_short(found)} instead of {_short(due)}" for part, found, due in parts if found != due]
     if not wrong and (grid := coarser_grid(window.logits_BE)) is not None:
-        wrong = [f"logits that {grid} holds exactly, all {window.logits_BE.numel()}: they were rounded before"]
+        wrong = [f"logits that {grid} holds exactly: they were rounded before"]
     return " and ".join(wrong)
 
 
 def coarser_grid(logits_BE: Tensor) -> str | None:
     """The 16-bit format that holds every one of many float32 logits exactly, if there is one."""
+    logits_BE = logits_BE[:ENOUGH_LOGITS]  # a rounding spares no token
     if logits_BE.dtype != torch.float32 or logits_BE.numel() < ENOUGH_LOGITS:
         return None
     if bool(logits_BE.amin() == logits_BE.amax()):  # all zero at the start, or all lost in an offset
