@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,154 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 
 from orchestrator.trial import Finding, Severity
+from tests.numerics.watched_loop import (
+    UPDATES,
+    Loop,
+    Net,
+    Odd,
+    adamw,
+    checkpointed,
+    fill_with_noise,
+    findings_of,
+    names,
+    sgd,
+)
+from workloads.probes.applied import hidden_scale
 from workloads.probes.blocks import named_blocks
-from workloads.probes.watch import Watch, hidden_scale, watch
-
-UPDATES = 30
-
-
-class Net(nn.Module):
-    """Two layers and a readout on 4 numbers; `around` is put between the layers."""
-
-    def __init__(self, around: Callable[[nn.Module, Tensor], Tensor] = lambda layer, hidden: layer(hidden)) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-        self.around = around
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.around(self.second, torch.tanh(self.first(rows)))))
-
-
-class Odd(nn.Module):
-    """A table with sparse gradients, one matrix in two places, complex weights, a frozen part, a bare parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 4, sparse=True)
-        self.first, self.again, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.again.weight = self.first.weight
-        self.wave = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64) / 4)
-        self.bare = nn.Parameter(torch.ones(4))
-        self.last = nn.Linear(4, 1)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        looked_up = self.table((rows.abs() * 2).long().clamp(max=5)).sum(1)  # a row may look up a place twice
-        hidden = self.frozen(self.again(torch.tanh(self.first(rows * self.bare)))) + looked_up
-        return self.last(hidden + (hidden.to(torch.complex64) @ self.wave).abs())
-
-
-def checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
-    return lambda: Net(lambda layer, hidden: checkpoint(layer, hidden, use_reentrant=reentrant))
-
-
-def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **settings)
-
-
-def sgd(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), **settings)
-
-
-def nothing(*seen: Any) -> None:
-    """What a loop does where the loop under test has a bug, or a watch."""
-
-
-def fill_with_noise(step: int, model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad.normal_()
-
-
-@dataclass
-class Loop:
-    """Somebody's own training loop. The fields are its variations, among them its bugs."""
-
-    make: Callable[[], nn.Module] = Net
-    optimize: Callable[[nn.Module], torch.optim.Optimizer] = adamw
-    scale: float | None = None
-    unscales: bool = True
-    clips_first: bool = False
-    clip_norm: float | None = 0.1
-    micro_batches: int = 1
-    clears: str = "before"  # the forward pass, "after" it (before the backward pass), after the "step", or "never"
-    to_none: bool = True
-    compiled: bool = False
-    closure: bool = False
-    spoil: Callable[[int, nn.Module], None] = nothing  # just before the step
-    losses: list[float] = field(default_factory=list)
-    health: Watch | None = None
-
-    def __post_init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = self.make()
-        self.optimizer = self.optimize(self.model)
-        self.scaler = None if self.scale is None else torch.amp.GradScaler("cpu", init_scale=self.scale)
-        self.call = torch.compile(self.model, backend="aot_eager") if self.compiled else self.model
-        self.rows = torch.randn(UPDATES, self.micro_batches, 16, 4, generator=torch.Generator().manual_seed(1))
-
-    def watched(self, **settings: Any) -> Loop:
-        self.health = watch(self.call, self.optimizer, **{"scaler": self.scaler, "on_finding": nothing, **settings})
-        return self
-
-    def run(self, updates: int = UPDATES, before_clip: Look = nothing, after: Look = nothing) -> Loop:
-        for step in range(updates):
-            self.update(step, lambda: before_clip(self))
-            after(self)
-        return self
-
-    def update(self, step: int, before_clip: Callable[[], None]) -> None:
-        if self.closure:
-            self.optimizer.step(lambda: self.backward(step, before_clip))
-            return
-        self.backward(step, before_clip)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.clear("step")
-
-    def backward(self, step: int, before_clip: Callable[[], None]) -> float:
-        self.clear("before")
-        for place, rows in enumerate(self.rows[step]):
-            loss = F.mse_loss(self.call(rows), rows.sum(-1, keepdim=True)) / self.micro_batches
-            if place == 0:
-                self.clear("after")
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            self.losses.append(loss.item())
-            if self.health:
-                self.health.loss(loss)
-        before_clip()
-        if self.clips_first:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        if self.scaler and self.unscales:
-            self.scaler.unscale_(self.optimizer)
-        if self.clip_norm and not self.clips_first:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        self.spoil(step, self.model)
-        return self.losses[-1]
-
-    def clear(self, when: str) -> None:
-        if self.clears == when:
-            self.optimizer.zero_grad(set_to_none=self.to_none)
-
-
-Look = Callable[[Loop], None]
-
-
-def findings_of(loop: Loop, **settings: Any) -> list[Finding]:
-    loop.watched(**settings).run()
-    assert loop.health
-    loop.health.close()
-    return loop.health.findings
-
-
-def names(findings: list[Finding]) -> list[str]:
-    return [finding.check_name for finding in findings]
-
+from workloads.probes.watch import watch
 
 HEALTHY: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -222,6 +89,7 @@ def test_a_healthy_loop_is_told_nothing(name: str):
     loop = Loop(**HEALTHY[name])
     assert findings_of(loop, clip_norm=loop.clip_norm or math.inf) == []
     assert findings_of(Loop(**HEALTHY[name])) == []
+    assert findings_of(Loop(**HEALTHY[name], hands="before", raw=True), every=1) == []
 
 
 def test_what_is_applied_and_how_often_it_was_clipped_is_seen():
@@ -253,12 +121,12 @@ SICK: dict[str, tuple[dict[str, Any], dict[str, Any], str, Severity, int]] = {
         {"scale": 2.0**16, "clips_first": True}, {"clip_norm": 0.1}, "clip_order", Severity.ERROR, 1,
     ),
     "clipped before it is unscaled, at an unknown norm": (
-        {"scale": 2.0**16, "clips_first": True}, {}, "clip_order", Severity.WARNING, 1,
+        {"scale": 2.0**16, "clips_first": True}, {}, "clip_order", Severity.WARNING, 2,
     ),
     "never clipped": ({"clip_norm": None}, {"clip_norm": 0.1}, "clip_order", Severity.ERROR, 1),
     "cut off by detach": (
         {"make": lambda: Net(lambda layer, hidden: layer(hidden).detach()), "clip_norm": None},
-        {}, "no_gradient", Severity.ERROR, 20,
+        {"thresholds": {"no_gradient_updates": 5}}, "no_gradient", Severity.ERROR, 25,
     ),
     "multiplied by zero": (
         {"make": lambda: Net(lambda layer, hidden: hidden + 0 * layer(hidden))},
@@ -285,7 +153,7 @@ SICK: dict[str, tuple[dict[str, Any], dict[str, Any], str, Severity, int]] = {
 def test_a_disease_is_named_as_what_it_is(name: str):
     settings, watching, check, severity, step = SICK[name]
     findings = findings_of(Loop(**settings), **watching)
-    (finding,) = [one for one in findings if one.check_name == check]
+    *_, finding = [one for one in findings if one.check_name == check]
     assert (finding.severity, finding.step) == (severity, step)
     assert {one for one in names(findings)} <= {check, "nonfinite_update", "update_too_large"}
     assert finding.message
@@ -342,7 +210,7 @@ def test_losses_are_heard_and_one_that_is_not_finite_is_told():
     loop.health.loss(math.nan)
     loop.run(6)
     assert [(one.check_name, one.severity, one.step) for one in loop.health.findings] == [
-        ("nonfinite_update", Severity.WARNING, 26)
+        ("nonfinite_update", Severity.WARNING, 25)  # no backward pass since that step
     ]
 
 
@@ -386,26 +254,26 @@ def test_a_watch_that_fails_ends_itself_and_not_the_loop(monkeypatch: pytest.Mon
     def broken(self: Any, *seen: Any, **named: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    for where in ("Arrivals._note", "Arrivals.block_norms", "Watch._look_before", "Watch._survey"):
+    for where in ("arrivals.Arrivals._note", "arrivals.Arrivals.block_norms", "looks.Looks.before", "looks.survey"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"workloads.probes.{'arrivals' if 'Arrivals' in where else 'watch'}.{where}", broken)
+            patch.setattr(f"workloads.probes.{where}", broken)
             loop = Loop().watched().run()
         assert names(loop.health.findings) == ["probe_failed"], where
         assert "no such kernel" in loop.health.findings[0].message
         assert loop.losses == plain.losses
 
 
-def test_who_is_told_may_end_the_loop_or_the_watch():
-    class Stop(Exception):
-        pass
+def test_who_is_told_may_fail_without_harm_to_the_loop_and_may_end_the_watch(caplog: pytest.LogCaptureFixture):
+    def fail(finding: Finding) -> None:
+        raise OSError("no space left on device")
 
-    def stop(finding: Finding) -> None:
-        raise Stop(finding.check_name)
-
-    loop = Loop(clears="never").watched(on_finding=stop)
-    with pytest.raises(Stop, match="gradients_not_cleared"):
-        loop.run()
-    assert len(loop.losses) == 2
+    plain = Loop(clears="never").run()
+    loop = Loop(clears="never").watched(on_finding=fail)
+    loop.model.extra = nn.Linear(2, 2)
+    loop.run()
+    assert loop.losses == plain.losses
+    assert names(loop.health.findings) == ["not_optimized", "gradients_not_cleared"]
+    assert caplog.text.count("on_finding failed") == 1
     ended = Loop(clears="never").watched(on_finding=lambda finding: ended.health.close())
     ended.run()
     assert ended.health.step == 2

@@ -34,6 +34,8 @@ ROWS = torch.randint(0, 17, (64, 8), generator=torch.Generator().manual_seed(0))
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., tuple[Trainer, HealthCallback]]:
     def run(spoil: Callable[[nn.Module], Any] = nn.Module.train, watches: bool = True, **settings: Any) -> Any:
+        rows = [{"input_ids": row, "labels": row} for row in ROWS]
+        data = {"train_dataset": rows} | {name: settings.pop(name) for name in list(settings) if "dataset" in name}
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(**SIZE))
         spoil(model)
@@ -45,7 +47,7 @@ def trained(tmp_path: Path) -> Callable[..., tuple[Trainer, HealthCallback]]:
         trainer = Trainer(
             model=model,
             args=TrainingArguments(output_dir=str(tmp_path), **{**arguments, **settings}),
-            train_dataset=[{"input_ids": row, "labels": row} for row in ROWS],
+            **data,
             callbacks=[callback] if watches else [],
         )
         trainer.train()
@@ -65,6 +67,9 @@ def test_a_healthy_training_is_measured_and_told_nothing_and_changes_no_number(t
         assert one["grad/preclip/total"] == pytest.approx(one["grad_norm"], rel=1e-5)  # the trainer's own, in float32
         assert one["grad/applied/total"] == pytest.approx(0.5, rel=1e-4)
         assert {"grad/preclip/transformer.wte", "grad/preclip/transformer.h.1"} <= one.keys()
+        assert one["time/tokens_per_second"] * one["time/step_seconds"] == pytest.approx(
+            2 * 2 * 8
+        )  # rows, micro, tokens
     assert not callback.health.optimizer._optimizer_step_pre_hooks
 
 
@@ -74,7 +79,7 @@ def test_a_part_that_is_cut_off_is_named(trained: Callable[..., Any]):
 
     _, callback = trained(cut_off)
     (finding,) = callback.findings
-    assert (finding.check_name, finding.severity, finding.step) == ("no_gradient", Severity.ERROR, 20)
+    assert (finding.check_name, finding.severity, finding.step) == ("no_gradient", Severity.WARNING, 20)
 
 
 def test_a_loss_that_is_not_finite_is_told_although_the_trainer_hides_it(trained: Callable[..., Any]):
@@ -86,6 +91,18 @@ def test_a_loss_that_is_not_finite_is_told_although_the_trainer_hides_it(trained
     assert {(one.check_name, one.severity) for one in callback.findings} >= {
         ("nonfinite_update", Severity.ERROR),
     }
+
+
+def test_a_model_that_learns_its_rows_by_heart_is_named_by_the_trainers_own_evaluation(trained: Callable[..., Any]):
+    held_out = [{"input_ids": row, "labels": row} for row in ROWS.flip(1)[:8]]
+    learns = {"learning_rate": 0.05, "lr_scheduler_type": "constant", "train_dataset": [
+        {"input_ids": ROWS[0], "labels": ROWS[0]} for _ in range(64)
+    ]}  # fmt: skip
+    _, callback = trained(eval_strategy="steps", eval_steps=22, eval_dataset=held_out, **learns)
+    assert "loss_too_good" in [one.check_name for one in callback.findings]
+    _, healthy = trained(eval_strategy="steps", eval_steps=22, eval_dataset=held_out)
+    assert healthy.findings == []
+    assert healthy.health.metrics()["val/loss"] > 0
 
 
 def test_without_the_library_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -73,7 +73,8 @@ def trained(module: Net, *callbacks: HealthCallback, **settings: Any) -> pl.Trai
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
         "callbacks": list(callbacks), "log_every_n_steps": 10, **settings,
     })  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(ROWS), batch_size=2))
+    rows = DataLoader(TensorDataset(ROWS), batch_size=2)
+    trainer.fit(module, rows, DataLoader(TensorDataset(ROWS[:2])) if "val_check_interval" in settings else None)
     return trainer
 
 
@@ -96,14 +97,28 @@ def test_a_healthy_training_is_measured_logged_and_told_nothing_and_changes_no_n
 
 
 @pytest.mark.parametrize(
-    ("module", "check", "step"),
-    [(Forgetful(), "gradients_not_cleared", 2), (Net(Tensor.detach), "no_gradient", 20)],
+    ("module", "check", "severity", "step"),
+    [
+        (Forgetful(), "gradients_not_cleared", Severity.ERROR, 2),
+        (Net(Tensor.detach), "no_gradient", Severity.WARNING, 20),
+    ],
 )
-def test_a_disease_is_named(module: Net, check: str, step: int):
+def test_a_disease_is_named(module: Net, check: str, severity: Severity, step: int):
     callback = quiet()
     trained(module, callback, gradient_clip_val=None)
     (finding,) = callback.findings
-    assert (finding.check_name, finding.severity, finding.step) == (check, Severity.ERROR, step)
+    assert (finding.check_name, finding.severity, finding.step) == (check, severity, step)
+
+
+def test_the_losses_of_an_update_are_its_own_and_the_validation_loss_is_held_against_them():
+    class Validated(Net):
+        def validation_step(self, batch: list[Tensor], place: int) -> None:
+            self.log("val_loss", 50.0 * self.losses[-1] if self.losses else 0.0)
+
+    callback, module = quiet(), Validated()
+    trained(module, callback, num_sanity_val_steps=1, val_check_interval=22)
+    assert callback.health.metrics()["train/loss"] == pytest.approx(sum(module.losses[-2:]) / 2)
+    assert [one.check_name for one in callback.findings] == ["loss_too_good"]
 
 
 def test_a_module_with_its_own_clip_is_not_held_against_the_trainers():

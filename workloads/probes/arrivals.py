@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.hooks import RemovableHandle
 
 from workloads.engine.update import Blocks, dense_real
+
+SAMPLE = 64  # values of a gradient that nearly always tell that it is not zero throughout
 
 
 @dataclass
@@ -18,19 +20,23 @@ class Arrivals:
     """The gradients of one update. What a backward pass leaves last, before the step, is the whole update's.
 
     `had_gradient` are the parameters whose gradient the update before has left; one that a backward pass finds cleared
-    is taken out. Whatever a hook does goes through `guarded`.
+    is taken out. `witness` is the parameter that the update before reached first: it tells backward passes apart.
+    Whatever a hook does goes through `guarded`.
     """
 
     parameters: Sequence[nn.Parameter]
     had_gradient: set[nn.Parameter]
+    witness: nn.Parameter | None
     guarded: Callable[[Callable[[], None]], None]
     norms: dict[Tensor, Tensor] = field(init=False, default_factory=dict)  # as they arrive: scaled; float64
+    passes: list[int] = field(init=False, default_factory=list)  # backward passes whose gradients are there
+    lost: list[int] = field(init=False, default_factory=list)  # those whose gradients were cleared before the step
     handles: list[RemovableHandle] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         for parameter in self.parameters:
             self.handles.append(parameter.register_post_accumulate_grad_hook(self._after))  # type: ignore[no-untyped-call]
-        for parameter in self.had_gradient:
+        for parameter in self.had_gradient | ({self.witness} if self.witness is not None else set()):
             self.handles.append(parameter.register_hook(self._before(parameter)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -41,8 +47,12 @@ class Arrivals:
         return lambda gradient: self.guarded(lambda: self._check_cleared(parameter))
 
     def _check_cleared(self, parameter: nn.Parameter) -> None:
-        if parameter in self.had_gradient and (parameter.grad is None or not bool(dense_real(parameter.grad).any())):
-            self.had_gradient.remove(parameter)
+        has_left, is_witness = parameter in self.had_gradient, parameter is self.witness
+        if not (has_left or (is_witness and self.passes)) or not is_cleared(parameter):
+            return
+        self.had_gradient.discard(parameter)
+        if is_witness and bool(self.norms.get(parameter, torch.zeros(())) > 0):  # one of zeros looks cleared always
+            self.lost, self.passes = self.lost + self.passes, []
 
     def _after(self, parameter: Tensor) -> None:
         self.guarded(lambda: self._note(parameter))
@@ -50,6 +60,8 @@ class Arrivals:
     def _note(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self.norms[parameter] = torch.linalg.vector_norm(dense_real(parameter.grad), dtype=torch.float64)
+        if parameter is self.witness:
+            self.passes.append(torch._C._current_graph_task_id())
 
     @property
     def left_over(self) -> bool:
@@ -61,8 +73,46 @@ class Arrivals:
         arrived = [parameter for parameter in self.norms if parameter.grad is not None]
         norms: dict[Tensor, float] = {}
         if arrived:
-            device = self.norms[arrived[0]].device
-            values = torch.stack([self.norms[parameter].to(device) for parameter in arrived]).tolist()  # one transfer
+            parts = [self.norms[parameter] for parameter in arrived]
+            if len({part.device for part in parts}) > 1:
+                parts = [part.to(parts[0].device) for part in parts]
+            values = torch.stack(parts).tolist()  # one transfer
             norms = {parameter: value / scale for parameter, value in zip(arrived, values, strict=True)}
         by_block = {name: math.hypot(*(norms.get(one, 0.0) for one in block)) for name, block in blocks.items()}
         return {**by_block, "total": math.hypot(*by_block.values())}
+
+
+@dataclass
+class Witness:
+    """The parameter that a backward pass has reached first. Its hook tells at every update that a pass has run."""
+
+    parameter: nn.Parameter | None = None
+    ran_back: bool = False  # since somebody has set it back
+    handle: RemovableHandle | None = None
+
+    def choose(self, arrivals: Arrivals) -> None:
+        first = next(iter(arrivals.norms))
+        if first is not self.parameter and isinstance(first, nn.Parameter):
+            self.close()
+            self.parameter = first
+            self.handle = first.register_post_accumulate_grad_hook(self._heard)  # type: ignore[no-untyped-call]
+
+    def _heard(self, parameter: Tensor) -> None:
+        self.ran_back = True
+
+    def close(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+
+def is_cleared(parameter: nn.Parameter) -> bool:
+    """True if no gradient is there, or one of zeros."""
+    if parameter.grad is None:
+        return True
+    values = dense_real(parameter.grad).flatten()
+    return not bool(values[:SAMPLE].any()) and not bool(values.any())
+
+
+def is_shared() -> bool:
+    """True where several processes train one model: its gradients arrive before they are averaged."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

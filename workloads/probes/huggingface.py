@@ -21,6 +21,9 @@ except ImportError as error:
     raise ImportError("HealthCallback needs Hugging Face's library: pip install 'transformers[torch]'") from error
 
 
+OWN = ("train/loss", "val/loss")  # the trainer logs them, by other names
+
+
 class HealthCallback(WatchingCallback, TrainerCallback):  # type: ignore[misc]  # untyped here
     """Takes what `watch` takes beside model, optimiser, scaler and clip norm, which are the trainer's."""
 
@@ -35,16 +38,22 @@ class HealthCallback(WatchingCallback, TrainerCallback):  # type: ignore[misc]  
         clip_norm = args.max_grad_norm or float("inf")  # 0 is no clip
         self.health = watch(model, inner, **{"scaler": scaler, "clip_norm": clip_norm, **self.watching})
         self.health.step = state.global_step  # a resumed training goes on counting
-        self.handle = None if args.torch_compile else model.register_forward_hook(self._hear)
+        self.handle = None if args.torch_compile else model.register_forward_hook(self._hear, with_kwargs=True)
 
-    def _hear(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def _hear(self, model: nn.Module, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
         if self.health and model.training and isinstance(output, Mapping) and (loss := output.get("loss")) is not None:
-            self.health.loss(loss.mean())  # one a device, under DataParallel
+            tokens = named["input_ids"].numel() if named.get("input_ids") is not None else 0  # padding included
+            # One loss a device, under DataParallel; detached, since what the trainer makes of it is its own matter.
+            self.health.loss(loss.detach().mean(), tokens)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: Mapping[str, float], **others: Any) -> None:
+        if self.health and "eval_loss" in metrics:
+            self.health.held_out(metrics["eval_loss"])
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Mapping[str, float], **others: Any) -> None:
         if self.health and "loss" in logs:
             # Its own loss is there; what a model returns is a part of it where several micro-batches make an update.
-            measured = {name: value for name, value in self.health.metrics().items() if name != "train/loss"}
+            measured = {name: value for name, value in self.health.metrics().items() if name not in OWN}
             state.log_history[-1] |= measured
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from workloads.probes.watch import WatchingCallback, watch
 
+LOSSES = ("train/loss", "val/loss")
+HELD_OUT = ("val_loss", "val/loss")  # what modules usually log it as
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # two copies of everything: a program uses one
 
 
@@ -46,11 +48,16 @@ class HealthCallback(WatchingCallback, pl.Callback):  # type: ignore[misc,name-d
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.health:
             if isinstance(outputs, dict) and isinstance(loss := outputs.get("loss"), Tensor):
-                self.health.loss(loss)
+                self.health.loss(loss.detach() * trainer.accumulate_grad_batches)  # it has been divided by that
             if trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
-                # The module logs its own loss, and perhaps by this name.
-                measured = {name: value for name, value in self.health.metrics().items() if name != "train/loss"}
+                # The module logs its own losses, and perhaps by these names.
+                measured = {name: value for name, value in self.health.metrics().items() if name not in LOSSES}
                 pl_module.log_dict(measured)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        name = next((name for name in HELD_OUT if name in trainer.callback_metrics), None)
+        if self.health and name and not trainer.sanity_checking:
+            self.health.held_out(trainer.callback_metrics[name])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.health:

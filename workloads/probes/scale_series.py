@@ -1,0 +1,74 @@
+"""Tells from a loss scaler which updates it skipped: they never reach the optimiser. Sets no scale.
+
+A fused optimiser is called at a skip too, and skips by itself: it has been told by a tensor, which is read at a look.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+BY_HAND = 0.01  # of a factor's logarithm: a scale that moved by no power of the backoff factor was set by hand
+
+
+@dataclass
+class ScaleSeries:
+    """`fates` are (scale, applied) of the updates since they were taken."""
+
+    scaler: torch.amp.GradScaler
+    optimizer: Optimizer
+    num_skipped: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._fates: list[tuple[float | None, bool | Tensor]] = []
+        self._before = self._state()
+
+    def _state(self) -> tuple[float, int]:
+        """The scale, and how many updates have been applied since it last changed."""
+        state = self.scaler.state_dict()
+        return (state["scale"], state["_growth_tracker"]) if state else (1.0, 0)
+
+    def skipped(self) -> int:
+        """How many updates were skipped since this was asked last, none of which has reached the optimiser.
+
+        `scaler.step` has waited for the device already, so that this waits for nothing new.
+        """
+        if not self.scaler.is_enabled() or getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return 0
+        before, self._before = self._before, self._state()
+        grows = before[1] + 1 >= self.scaler.get_growth_interval()
+        due = before[0] * (self.scaler.get_growth_factor() if grows else 1.0)
+        scale, num = self._before[0], 0
+        if 0 < scale < due:
+            backoffs = math.log(due / scale) / -math.log(self.scaler.get_backoff_factor())
+            num = round(backoffs) if abs(backoffs - round(backoffs)) < BY_HAND else 0
+        self._fates += [(due * self.scaler.get_backoff_factor() ** skip, False) for skip in range(num)]
+        return num
+
+    def stepped(self) -> None:
+        """The optimiser was called."""
+        if self.scaler.is_enabled():
+            overflow: Tensor | None = getattr(self.optimizer, "found_inf", None)
+            self._fates.append((self._before[0], True) if overflow is None else (None, overflow))
+
+    def take(self, step: int) -> list[tuple[int, float, bool]]:
+        """(step, scale, applied) of each update up to this one."""
+        fates, self._fates = self._fates, []
+        now = self.scaler.get_scale() if fates else 1.0
+        told = [(now if scale is None else scale, _applied(fate)) for scale, fate in fates]
+        self.num_skipped += sum(not applied for _, applied in told)
+        return [(step - len(told) + place, scale, applied) for place, (scale, applied) in enumerate(told, 1)]
+
+    def was_unscaled(self) -> bool:
+        """Asked in the optimiser's step: True if the scaler has had these gradients, or another optimiser's."""
+        if not self.scaler.is_enabled() or hasattr(self.optimizer, "found_inf"):
+            return True
+        return any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values())
+
+
+def _applied(fate: bool | Tensor) -> bool:
+    return not bool(fate) if isinstance(fate, Tensor) else fate
