@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -22,21 +22,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.trial import Finding, Params, Severity
-from orchestrator.workload import Context, describe
+from orchestrator.workload import describe, stream_seed
 
-if TYPE_CHECKING:  # loads the database's driver, which the process that only waits does not need
-    from orchestrator.execution.job import Job
+if TYPE_CHECKING:  # the process that only waits need not load it
+    import numpy as np
 
 NUM_PROCESSES = 2  # each holds a model and a torch of its own
 LIMIT_S = 120.0  # of one structure; a check is a few small batches, so one that takes longer hangs
+SLOW_S = 10.0  # as long as nobody wonders
+CHECK = re.compile(r"check|check_\w+|own_checks")  # what functions that check are called
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the checks of one config found, and how long they took."""
+    """What the checks of one config found, and how long they took. `failed`: they did not come to their end."""
 
     findings: tuple[Finding, ...]
     seconds: float
+    failed: bool = False
 
 
 def run_checks(
@@ -45,11 +48,14 @@ def run_checks(
     thresholds: Mapping[str, float],
     budget_s: float,
     limit_s: float = LIMIT_S,
+    slow: Callable[[int, str], None] = lambda index, where: None,
+    slow_s: float = SLOW_S,
 ) -> list[Answer | None]:
     """An answer for each of `configs`, in their order; None: not begun when `budget_s` was over.
 
     `workload` is a name that `describe` knows in any process. What ends a check's process, or keeps it from answering
-    for `limit_s`, is a finding `check_failed`.
+    for `limit_s`, is a finding `check_failed`. `slow` is told which config has not answered for `slow_s`, and where
+    its check is.
     """
     answers: list[Answer | None] = [None] * len(configs)
     waiting = deque(enumerate(configs))
@@ -57,41 +63,48 @@ def run_checks(
     busy: dict[Connection, tuple[int, _Process]] = {}
     num_processes = min(NUM_PROCESSES, os.cpu_count() or 1)
     deadline = time.monotonic() + budget_s
-    folder = tempfile.TemporaryDirectory(prefix="orch-check-")  # ours: a process that is ended cleans up nothing
     try:
         while busy or (waiting and time.monotonic() < deadline):
             while waiting and len(busy) < num_processes and time.monotonic() < deadline:
-                process = idle.pop() if idle else _Process()
+                process = idle.pop() if idle else _Process(slow_s)
                 index, params = waiting.popleft()
-                process.ask(workload, params, thresholds, str(Path(folder.name, str(index), "artifacts")))
+                process.ask(workload, params, thresholds)
                 busy[process.connection] = (index, process)
             if not busy:  # the time was over between the two looks at the clock
                 break
             oldest = min(process.asked_at for _, process in busy.values())
             ready = set(wait(list(busy), timeout=max(0.0, oldest + limit_s - time.monotonic())))
             for connection, (index, process) in list(busy.items()):
-                if connection in ready or process.seconds >= limit_s:
-                    answers[index] = process.answer() if connection in ready else process.too_slow()
-                    del busy[connection]
-                    idle += [process] if process.is_alive else []
+                if connection not in ready and process.seconds < limit_s:
+                    continue
+                heard = process.hear() if connection in ready else process.too_slow()
+                if isinstance(heard, str):
+                    slow(index, heard)
+                    continue
+                answers[index] = heard
+                del busy[connection]
+                idle += [process] if process.is_alive else []
     finally:
-        for process in (*idle, *(process for _, process in busy.values())):
+        left = (*idle, *(process for _, process in busy.values()))
+        for process in left:
             process.kill()
-        folder.cleanup()
+        for process in left:  # only now: a second Ctrl-C may come while we wait
+            process.join()
     return answers
 
 
 class _Process:
     """A process that checks one config after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,))  # no daemon: those may have no children
+        self._process = context.Process(target=_serve, args=(theirs, slow_s))  # no daemon: those may have no children
         self._process.start()
         theirs.close()  # else its death would not end our waiting
         self.is_alive = True
         self.asked_at = time.monotonic()
+        self._where = ""
 
     @property
     def seconds(self) -> float:
@@ -99,28 +112,37 @@ class _Process:
         return time.monotonic() - self.asked_at
 
     def ask(self, *question: Any) -> None:
-        self.asked_at = time.monotonic()
+        self.asked_at, self._where = time.monotonic(), ""
         with suppress(BrokenPipeError):  # it died meanwhile: `answer` says so
             self.connection.send(question)
 
-    def answer(self) -> Answer:
-        """What it found; if it died, that it did."""
+    def hear(self) -> Answer | str:
+        """What it found, or where it is, being slow; if it died, that it did."""
         try:
-            answer: Answer = self.connection.recv()
+            heard: Answer | str = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(timeout=1.0)  # its end may take a moment longer than that of its connection
             self.kill()
-            return Answer((_failed(f"its process died ({_ending(self._process.exitcode)})"),), self.seconds)
-        return answer
+            self.join()
+            return self._lost(f"its process died ({_ending(self._process.exitcode)})")
+        if isinstance(heard, str):
+            self._where = f", in {heard}"
+        return heard
 
     def too_slow(self) -> Answer:
         self.kill()
-        return Answer((_failed(f"it had not ended after {self.seconds:.0f} s"),), self.seconds)
+        return self._lost(f"it had not ended after {self.seconds:.0f} s{self._where}")
+
+    def _lost(self, why: str) -> Answer:
+        return Answer((_failed(why),), self.seconds, failed=True)
 
     def kill(self) -> None:
         self.is_alive = False
         self.connection.close()
         self._process.kill()
+
+    def join(self) -> None:
+        """Waits for its end, which `kill` does not."""
         self._process.join()
 
 
@@ -131,7 +153,7 @@ def _ending(exit_code: int | None) -> str:
     return f"{name}: perhaps out of memory" if name == "SIGKILL" else name
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, slow_s: float) -> None:
     """The life of a check's process: answers until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which then ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -139,7 +161,14 @@ def _serve(connection: Connection) -> None:
     os.dup2(2, 1)  # what a workload prints must not get between a command's lines of JSON
     with suppress(EOFError, BrokenPipeError):
         while True:
-            connection.send(_check(*connection.recv()))
+            question = connection.recv()
+            timer = threading.Timer(slow_s, _tell_where, (connection, threading.get_ident()))
+            timer.daemon = True
+            timer.start()
+            answer = _check(*question)
+            timer.cancel()
+            timer.join()  # two that send at once would garble what they say
+            connection.send(answer)
 
 
 def _end_with_parent() -> None:
@@ -150,61 +179,79 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _check(name: str, params: Params, thresholds: Mapping[str, float], artifact_uri: str) -> Answer:
+def _tell_where(connection: Connection, thread: int) -> None:
+    with suppress(OSError):  # nobody listens any more
+        connection.send(_where(thread))
+
+
+def _where(thread: int) -> str:
+    """`check_cleared (my_lab.py:37)`: which check a thread is in, and at which line."""
+    frames = traceback.extract_stack(sys._current_frames()[thread])
+    names = [frame.name for frame in frames if CHECK.fullmatch(frame.name)]
+    return f"{names[-1] if names else 'what comes before its checks'} ({_line(frames[-1])})"
+
+
+def _check(name: str, params: Params, thresholds: Mapping[str, float]) -> Answer:
     """Never raises for what the workload does."""
-    started, heard = time.monotonic(), _Heard()
+    started, findings, failed = time.monotonic(), list[Finding](), False
     try:
         workload = describe(name)
         config, implementation = workload.resolve(params), workload.load()
         started = time.monotonic()  # what the first check of a process imports is not its cost
-        context = _context(name, config, params, thresholds, artifact_uri, heard)
+        context = _Context(int(getattr(config, "seed", 0)), thresholds, findings)
         for finding in implementation.check(config, context):  # type: ignore[attr-defined]  # see `has_checks`
-            heard.findings.append(_plain(finding))
+            context.finding(finding)
     except (Exception, SystemExit) as error:  # the boundary between the user's code and ours
-        heard.findings.append(_failed(f"it raised {_told(error)}"))
-    return Answer(tuple(heard.findings), time.monotonic() - started)
+        failed = True
+        findings.append(_failed(f"it raised {_told(error)}"))
+    return Answer(tuple(findings), time.monotonic() - started, failed)
 
 
 @dataclass
-class _Heard:
-    """The sink of a check: keeps its findings. Whatever else it says is said to nobody."""
+class _Shelf:
+    """A trial's saved state as far as its checks want one: the process may be killed and leaves nothing behind."""
 
-    findings: list[Finding] = field(default_factory=list)
+    state: bytes | None = None
+
+    def load(self) -> bytes | None:
+        return self.state
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def save(self, step: int, state: bytes) -> None:
+        self.state = state
+
+
+@dataclass
+class _Context:
+    """What a check may ask, as the first attempt at trial 0 on the CPU: see `orchestrator.workload.Context`."""
+
+    trial_seed: int
+    thresholds: Mapping[str, float]
+    findings: list[Finding]
+    trial: int = 0
+    attempt: int = 1
+    device: str = "cpu"
     stopping: bool = False
+    checkpoint: _Shelf = field(default_factory=_Shelf)
 
-    def record(self, job: Job, step: int, timestamp_ms: int, metrics: Mapping[str, float]) -> None: ...
+    def should_report(self, step: int) -> bool:
+        return True
 
-    def finding(self, job: Job, finding: Finding) -> None:
+    def seed(self, stream: str) -> int:
+        return stream_seed(self.trial_seed, stream)
+
+    def generator(self, stream: str) -> np.random.Generator:
+        import numpy as np
+
+        return np.random.default_rng(self.seed(stream))
+
+    def finding(self, finding: Finding) -> None:
         self.findings.append(_plain(finding))
 
-    def sync(self) -> None: ...
-
-
-def _context(
-    name: str, config: Any, params: Params, thresholds: Mapping[str, float], artifact_uri: str, sink: _Heard
-) -> Context:
-    """That of a first attempt at trial 0, on the CPU; its states and artifacts go where nobody looks."""
-    from orchestrator.execution.job import Job
-    from orchestrator.execution.trial_run import TrialContext
-    from orchestrator.execution.verdict import Verdict
-
-    job = Job(
-        sweep_id=0,
-        trial_id=0,
-        number=0,
-        attempt=1,
-        run_id="",
-        workload=name,
-        params=params,
-        metric="",
-        stop_diverged=False,
-        log_every=1,
-        checkpoint_every=sys.maxsize,
-        started_at_ms=0,
-        artifact_uri=artifact_uri,
-        thresholds=thresholds,
-    )
-    return TrialContext(job, sink, config, Verdict(job))
+    def artifact(self, path: Path, name: str | None = None) -> None:
+        """There is no run to store it with."""
 
 
 def _plain(finding: Finding) -> Finding:
@@ -228,5 +275,8 @@ def _failed(why: str) -> Finding:
 
 def _told(error: BaseException) -> str:
     """`ValueError: no rows (my_lab.py:37)`, where it was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+    return f"{type(error).__name__}: {error} ({_line(traceback.extract_tb(error.__traceback__)[-1])})"
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno}"

@@ -129,8 +129,7 @@ def _start(
         from orchestrator.tracking.runs import Runs
 
         runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
-        sweep = existing or create_sweep(ledger, runs, spec, workload)
-        ledger.add_findings(sweep.id, [(None, None, finding) for finding in findings])
+        sweep = existing or create_sweep(ledger, runs, spec, workload, findings)
         with ledger.hold(sweep.id) as hold, _abandoned_on_error(ledger, sweep.id):
             _restate(ledger, sweep, spec)
             refresh_views = view_refresher(engine, sweep.name)
@@ -188,8 +187,12 @@ def _import_mlflow() -> None:
     importlib.import_module("orchestrator.tracking.runs")
 
 
-def create_sweep(ledger: Ledger, runs: Runs, spec: SweepSpec, workload: Description) -> SweepRow:
-    """The sweep's experiment, then its row; a crash between the two leaves an experiment that is ours to take."""
+def create_sweep(
+    ledger: Ledger, runs: Runs, spec: SweepSpec, workload: Description, findings: Sequence[Finding] = ()
+) -> SweepRow:
+    """The sweep's experiment, then its row with what its preflight found; a crash between the two leaves an experiment
+    that is ours to take.
+    """
     experiment_id = runs.get_or_create_experiment(spec.name, {"orch.sweep": spec.name, "orch.workload": spec.workload})
     return ledger.create_sweep(
         name=spec.name,
@@ -202,6 +205,7 @@ def create_sweep(ledger: Ledger, runs: Runs, spec: SweepSpec, workload: Descript
         mode=spec.metric.mode,
         tags=dict(spec.tags),
         experiment_id=experiment_id,
+        findings=findings,
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.checking import Answer, run_checks
+from orchestrator.checking import SLOW_S, Answer, run_checks
 from orchestrator.errors import Problem, SpecError
 from orchestrator.reports.health import telling, values_in_words
 from orchestrator.reports.table import Table, short
@@ -27,6 +28,7 @@ from orchestrator.workload import Description, describe
 
 BUDGET_S = 60.0  # as long as a person waits before a sweep; what is shipped takes some 20 s on two cores
 NOT_CHECKED = "not_checked"
+MANY = 8  # structures named in one message
 
 
 @dataclass(frozen=True)
@@ -54,31 +56,35 @@ class Preflight:
     def has_error(self) -> bool:
         return any(finding.severity is Severity.ERROR for _, finding in self._found())
 
+    @property
+    def is_whole(self) -> bool:
+        """True if every structure was begun, and its checks came to their end."""
+        return all(answer and not answer.failed for _, answer in self.answers)
+
     def findings(self) -> list[Finding]:
-        """For the ledger: those of the checks, each with the structure it is about, and what was not checked."""
-        found = [
-            replace(finding, message=f"{structure}: {finding.message}" if structure.varied else finding.message)
-            for structure, finding in self._found()
-        ]
-        return [*found, *self._not_checked()]
+        """For the ledger: each check's first finding a severity, with the structures it is about; what was not checked.
+
+        Worst first.
+        """
+        return [*(finding for finding, _ in self._by_check()), *self._not_checked()]
 
     def remarks(self) -> list[str]:
         """How it went, in a line, then one for each check that found something to think about, which is no error."""
-        num = len(self.answers)
-        counts = ", ".join(
+        counts = [
             f"{count} {severity}{'s' * (count > 1)}"
             for severity in reversed(Severity)
             if (count := sum(finding.severity is severity for _, finding in self._found()))
-        )
-        head = f"preflight: {_structures(num)} of {self.spec.workload} in {self.seconds:.1f} s: {counts or 'ok'}"
-        lines = [f"{one.severity}  {text}" for one, text, _ in self._by_check() if one.severity is not Severity.ERROR]
-        return [head, *lines, *(f"{one.severity}  {one.message}" for one in self._not_checked())]
+        ]
+        said = ", ".join(counts) or "nothing found"
+        head = f"preflight: {self._coverage()} in {self.seconds:.1f} s: {said}"
+        milder = [one for one, _ in self._by_check() if one.severity is not Severity.ERROR]
+        return [head, *(f"{one.severity}  {_in_words(one)}" for one in (*milder, *self._not_checked()))]
 
     def refusal(self) -> SpecError:
         """Why the sweep does not start, one block for each check that found an error, and how to go on."""
         problems = [
-            Problem(self.spec.where(place), "preflight", text)
-            for finding, text, place in self._by_check()
+            Problem(self.spec.where(place), "preflight", _in_words(finding))
+            for finding, place in self._by_check()
             if finding.severity is Severity.ERROR
         ]
         way = "nothing was started; where the bug is the question, write preflight: false (or --set preflight=false)"
@@ -94,7 +100,7 @@ class Preflight:
         ]
         columns = [*axes, "check", "severity", "message", "advice", "seconds"]
         notes = [finding.message for finding in self._not_checked()]
-        title = f"{_structures(len(self.answers))} of {self.spec.workload}, checked in {self.seconds:.1f} s"
+        title = f"{self.spec.workload}: {self._coverage()} in {self.seconds:.1f} s"
         if not self.answers:
             title = f"{self.spec.workload} has no checks to run before training"
         return Table(columns, rows, title=title, notes=notes)
@@ -102,27 +108,33 @@ class Preflight:
     def _found(self) -> list[tuple[Structure, Finding]]:
         return [(structure, finding) for structure, answer in self.answers if answer for finding in answer.findings]
 
+    def _coverage(self) -> str:
+        num_checked = sum(answer is not None and not answer.failed for _, answer in self.answers)
+        return f"{num_checked} of {len(self.answers)} structures checked"
+
     def _not_checked(self) -> Iterator[Finding]:
         late = [structure for structure, answer in self.answers if answer is None]
-        if late:
-            which = "; ".join(map(str, late))
-            num = _structures(len(self.answers))
-            message = f"{len(late)} of {num} were not begun in {self.budget_s:.0f} s: {which}"
+        failed = [structure for structure, answer in self.answers if answer and answer.failed]
+        if late or failed:
+            parts = [self._coverage()]
+            parts += [f"not begun in {self.budget_s:.0f} s: {_listed(late)}"] if late else []
+            parts += [f"the checks failed themselves of {_listed(failed)}"] if failed else []
+            severity = Severity.WARNING if failed else Severity.INFO
             advice = f"orch check {self.spec.file_name} checks all of them"
-            yield Finding(NOT_CHECKED, Severity.INFO, message, advice, value=len(late))
+            yield Finding(NOT_CHECKED, severity, "; ".join(parts), advice, value=len(late) + len(failed))
         if self.undrawn:
             message = f"{', '.join(self.undrawn)}: drawn while the sweep runs; one value of each was checked"
             yield Finding(NOT_CHECKED, Severity.INFO, message)
 
-    def _by_check(self) -> Iterator[tuple[Finding, str, str]]:
-        """Worst first, each check once a severity: its first finding, that in words, and its path in the file."""
+    def _by_check(self) -> Iterator[tuple[Finding, str]]:
+        """Worst first, each check once a severity: its first finding, which says where, and its path in the file."""
         groups: dict[tuple[Severity, str], list[tuple[Structure, Finding]]] = {}
         for structure, finding in self._found():
             groups.setdefault((finding.severity, finding.check_name), []).append((structure, finding))
         for members in sorted(groups.values(), key=lambda group: -group[0][1].severity.rank):
             finding = members[0][1]
             where, place = self._where([structure for structure, _ in members])
-            yield finding, f"{finding.check_name}: {where}{finding.message}  {finding.advice}".rstrip(), place
+            yield replace(finding, message=where + finding.message), place
 
     def _where(self, structures: Sequence[Structure]) -> tuple[str, str]:
         """`in 3 of 8 structures (all with bug=no_zero_grad): `, and the path of what tells them from the others."""
@@ -131,7 +143,7 @@ class Preflight:
             return f"in all {_structures(len(self.answers))}: " if structures[0].varied else "", "workload"
         others = [one.varied for one, answer in self.answers if answer and value_key(one.varied) not in affected]
         values = telling(list(affected.values()), others, structures[0].varied)
-        which = f"all with {values_in_words(values)}" if values else f"first: {structures[0]}"
+        which = f"all with {values_in_words(values)}" if values else _listed(structures)
         place = f"params.{next(iter(values))}" if values else "workload"
         return f"in {len(affected)} of {len(self.answers)} structures ({which}): ", place
 
@@ -162,14 +174,21 @@ def undrawn_axes(spec: SweepSpec, workload: Description) -> list[str]:
 def preflight(spec: SweepSpec, said: Callable[[str], None], budget_s: float = BUDGET_S) -> Preflight:
     """Checks the first trial of each structure; those not begun within the budget are left out.
 
-    `said` is told what will take its time. A workload without checks has no structure to be checked.
+    `said` is told what will take its time; stderr, what takes longer than it should. A workload without checks has no
+    structure to be checked.
     """
     started, workload = time.monotonic(), describe(spec.workload)
     if not has_checks(workload):
         return Preflight(spec, [], [], 0.0, budget_s)
     structures = structures_of(spec, workload)
     said(f"preflight: checking {_structures(len(structures))} of {spec.workload} ...")
-    answers = run_checks(workload.address, [one.params for one in structures], spec.thresholds, budget_s)
+
+    def slow(index: int, where: str) -> None:
+        which = str(structures[index]) or spec.workload
+        print(f"preflight: {which} takes longer than {SLOW_S:.0f} s: in {where}", file=sys.stderr, flush=True)
+
+    configs = [one.params for one in structures]
+    answers = run_checks(workload.address, configs, spec.thresholds, budget_s, slow=slow)
     undrawn = undrawn_axes(spec, workload)
     return Preflight(spec, list(zip(structures, answers, strict=True)), undrawn, time.monotonic() - started, budget_s)
 
@@ -220,6 +239,16 @@ def _rows_of(answer: Answer) -> Iterator[list[Any]]:
         yield [one.check_name, one.severity.value, one.message, one.advice, answer.seconds]
     if not answer.findings:
         yield ["ok", None, None, None, answer.seconds]
+
+
+def _in_words(finding: Finding) -> str:
+    return f"{finding.check_name}: {finding.message}  {finding.advice}".rstrip()
+
+
+def _listed(structures: Sequence[Structure]) -> str:
+    """The first few; where there is but one, it has no name."""
+    more = f" and {len(structures) - MANY} more" if len(structures) > MANY else ""
+    return "; ".join(str(one) or "the only one" for one in structures[:MANY]) + more
 
 
 def _structures(count: int) -> str:

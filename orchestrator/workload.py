@@ -167,6 +167,7 @@ class Description:
     address: str  # how a worker finds it: a shipped name, or `package.module:Class`
     checks: tuple[str, ...] = ()  # names of what its probes and checks may find
     thresholds: Mapping[str, float] = field(default_factory=dict)  # their limits by name, with the defaults
+    early_checks: tuple[str, ...] = ()  # those of `checks` that are found before training or not at all
 
     def fields(self) -> Mapping[str, SweepField]:
         return dict(_fields_of(self.config))
@@ -227,6 +228,7 @@ def describe(name: str) -> Description:
             package=SHIPPED_PACKAGE,
             address=name,
             checks=tuple(getattr(module, "CHECKS", ())),
+            early_checks=tuple(getattr(module, "EARLY_CHECKS", ())),
             thresholds=dict(getattr(module, "THRESHOLDS", {})),
         )
     registered = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
@@ -255,6 +257,7 @@ def _describe_class(name: str, target: str) -> Description:
         package=target.split(":")[0].split(".")[0],
         address=target,
         checks=tuple(getattr(workload, "checks", ())),
+        early_checks=tuple(getattr(workload, "early_checks", ())),
         thresholds=dict(getattr(workload, "thresholds", {})),
     )
 

@@ -16,7 +16,10 @@ from orchestrator.reports.table import Format
 @click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Override a value, such as params.k=2.")
 @format_option
 def command(what: str, overrides: tuple[str, ...], fmt: Format) -> int:
-    """Check each structure of the sweep file, or of the workload's default config. Exit 1 if there is an error."""
+    """Check each structure of the sweep file, or of the workload's default config.
+
+    Exit 1 if there is an error, or a structure whose checks failed themselves.
+    """
     from orchestrator.planning import read_spec_or_workload
     from orchestrator.preflight import preflight
 
@@ -30,4 +33,4 @@ def command(what: str, overrides: tuple[str, ...], fmt: Format) -> int:
         click.echo(table.title)
     else:
         print_table(table, fmt)
-    return 1 if result.has_error else 0
+    return 1 if result.has_error or not result.is_whole else 0

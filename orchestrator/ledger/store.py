@@ -124,10 +124,12 @@ class Ledger:
         source: str = "",
         experiment_id: str | None = None,
         tags: Mapping[str, str] | None = None,
+        findings: Sequence[Finding] = (),
     ) -> SweepRow:
-        """A new sweep in state `created`. `columns` maps each field of the Config to its SQL type, see `view_catalog`.
+        """A new sweep in state `created`, together with what its preflight found.
 
-        Raises AlreadyExists when the name is taken.
+        `columns` maps each field of the Config to its SQL type, see `view_catalog`. Raises AlreadyExists when the name
+        is taken.
         """
         values = {
             "name": name,
@@ -142,10 +144,12 @@ class Ledger:
             "tags": dict(tags or {}),
         }
         query = upsert(Sweep).values(values).on_conflict_do_nothing().returning(Sweep.__table__)
-        with self._single.connect() as connection:
+        with self._engine.begin() as connection:
             row = connection.execute(query).mappings().one_or_none()
-        if row is None:
-            raise AlreadyExists(f"there is a sweep called {name} already")
+            if row is None:
+                raise AlreadyExists(f"there is a sweep called {name} already")
+            if findings:
+                connection.execute(_adding(row["id"], [(None, None, finding) for finding in findings]))
         return sweep_row(row)
 
     def extend_sweep(
@@ -307,24 +311,8 @@ class Ledger:
         """Adds (trial id, attempt, finding); no trial for preflight. Returns how many were new: a replay adds none."""
         if not items:
             return 0
-        values = [
-            {
-                "sweep_id": sweep_id,
-                "trial_id": trial_id,
-                "attempt": attempt,
-                "check_name": finding.check_name,
-                "severity": finding.severity.value,
-                "step": finding.step,
-                "value": finding.value,
-                "threshold": finding.threshold,
-                "message": finding.message,
-                "advice": finding.advice,
-            }
-            for trial_id, attempt, finding in items
-        ]
-        query = upsert(FindingRow).values(values).on_conflict_do_nothing().returning(FindingRow.id)
         with self._single.connect() as connection:
-            return len(connection.execute(query).all())
+            return len(connection.execute(_adding(sweep_id, items)).all())
 
     def newest_finding(self) -> int:
         """The id of the finding that was stored last, of whatever sweep; 0 without any."""
@@ -419,6 +407,26 @@ class Ledger:
                 found = connection.scalar(select(Sweep.columns).where(Sweep.id == sweep_id))
             self._columns[sweep_id] = {field: sql_type for field, sql_type in found or ()}
         return self._columns[sweep_id]
+
+
+def _adding(sweep_id: int, items: Sequence[tuple[int | None, int | None, Finding]]) -> Any:
+    """The statement that adds findings and returns the ids of those that are new."""
+    values = [
+        {
+            "sweep_id": sweep_id,
+            "trial_id": trial_id,
+            "attempt": attempt,
+            "check_name": finding.check_name,
+            "severity": finding.severity.value,
+            "step": finding.step,
+            "value": finding.value,
+            "threshold": finding.threshold,
+            "message": finding.message,
+            "advice": finding.advice,
+        }
+        for trial_id, attempt, finding in items
+    ]
+    return upsert(FindingRow).values(values).on_conflict_do_nothing().returning(FindingRow.id)
 
 
 def _outcome_values(trial_id: int, attempt: int, outcome: Outcome) -> dict[str, Any]:

@@ -37,6 +37,10 @@ class WorkloadFace(Protocol):
         """Names of what its probes and checks may find."""
 
     @property
+    def early_checks(self) -> tuple[str, ...]:
+        """Those of them that are found before training or not at all."""
+
+    @property
     def thresholds(self) -> Mapping[str, float]:
         """The limits that these hold what they see against, by name, with their defaults."""
 

@@ -7,7 +7,7 @@ import importlib
 import psycopg
 import pytest
 
-from benchmarks import char_gpt, moe_layer, startup
+from benchmarks import char_gpt, moe_layer, preflight, startup
 from benchmarks.__main__ import NAMES
 from benchmarks.bulk_writes import TARGETS, compare
 
@@ -22,6 +22,12 @@ def test_both_writers_of_the_bulk_benchmark_write_the_same_number_of_points(empt
     with psycopg.connect(empty_database_url) as connection:
         counts = connection.execute("select count(*) from metrics").fetchone()
     assert counts == (2 * (1000 + 64 * 16),)
+
+
+def test_the_preflight_benchmark_takes_the_sweeps_that_are_checked_before_they_train() -> None:
+    names = {path.stem for path in preflight.checked_sweeps()}
+    assert {"zloss", "five_knobs", "precision", "depth_training", "stability"} <= names
+    assert names.isdisjoint({"silent_bugs", "bug_sgd", "rounding"})  # bugs are the question; nothing to check
 
 
 def test_the_startup_benchmark_runs_both_commands() -> None:

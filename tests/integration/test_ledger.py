@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -17,6 +18,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
 
 from orchestrator import ledger as ledger_package
 from orchestrator.errors import AlreadyExists, DatabaseUnavailable, NotFound
@@ -116,6 +118,17 @@ def test_tables_of_a_newer_orch_are_refused_and_left_alone(engine: Engine) -> No
 
 
 # Sweeps
+
+
+def test_a_sweep_is_made_with_what_its_preflight_found_or_not_at_all(ledger: Ledger) -> None:
+    whole = Finding("router_ties", Severity.WARNING, "ties", "cast", value=0.5)
+    broken = replace(whole, step=2**70)  # no bigint
+    settings = {"workload": "w", "spec": {}, "metric": "loss", "mode": "min", "columns": COLUMNS}
+    with pytest.raises(DBAPIError):
+        ledger.create_sweep(name="t", findings=[whole, broken], **settings)
+    assert ledger.find_sweep("t") is None
+    made = ledger.create_sweep(name="t", findings=[whole], **settings)
+    assert ledger.add_findings(made.id, [(None, None, whole)]) == 0  # it is there
 
 
 def test_a_sweep_comes_back_as_it_was_made(ledger: Ledger) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -379,21 +379,37 @@ def test_windows_of_the_training_text_are_named_and_what_text_repeats_by_itself_
     assert alarms(check(CharGpt(), lonely(0), **{**settings, "text": f"file:{tmp_path}/two.txt", "padding": 0.9})) == []
 
 
-class ShiftedTwice(Text):
-    def batch(self, indices_B: Tensor, noise: int) -> TokenBatch:
-        batch = super().batch(indices_B, noise)
-        return batch._replace(targets_BT=batch.targets_BT.roll(-1, dims=1))
+def asking(for_what: Callable[[TokenBatch], Tensor], kind: type[CharGpt] = CharGpt) -> CharGpt:
+    """A model of text that is asked for something else than the next tokens."""
+
+    class Others(Text):
+        def batch(self, indices_B: Tensor, noise: int) -> TokenBatch:
+            batch = super().batch(indices_B, noise)
+            return batch._replace(targets_BT=for_what(batch))
+
+    class Asking(kind):  # type: ignore[valid-type, misc]
+        def data(self, config: Any, context: Any) -> Text:
+            return Others(**vars(super().data(config, context)))
+
+    return Asking()
 
 
-class ShiftsTwice(CharGpt):
-    def data(self, config: Any, context: Any) -> Text:
-        return ShiftedTwice(**vars(super().data(config, context)))
-
-
-def test_targets_that_are_shifted_twice_are_named(lonely: Any):
-    (found,) = [one for one in check(ShiftsTwice(), lonely(0), **TINY) if one.check_name == "targets_not_shifted"]
-    assert (found.severity, found.value) == (Severity.ERROR, 1.0)
-    assert "2 places ahead" in found.message
+@pytest.mark.parametrize(
+    ("places", "severity", "words"),
+    [
+        (-1, Severity.ERROR, "the tokens 2 places ahead"),
+        (1, Severity.ERROR, "the very tokens that the model reads there"),
+        (2, Severity.WARNING, "tokens that came before, 1 places back"),
+        (-3, Severity.INFO, "of the targets are the next tokens"),
+    ],
+)
+def test_targets_that_are_shifted_wrongly_are_named_and_those_far_away_are_a_note(
+    places: int, severity: Severity, words: str, lonely: Any
+):
+    wrong = asking(lambda batch: batch.targets_BT.roll(places, dims=1))
+    (found,) = [one for one in check(wrong, lonely(0), **TINY) if one.check_name == "targets_not_shifted"]
+    assert found.severity == severity
+    assert words in found.message
 
 
 class Training(Own):
@@ -441,6 +457,26 @@ def see_all(own: CausalAttention, hidden: Tensor, compute: torch.dtype) -> Tenso
     parts = own.qkv(hidden, compute).chunk(3, dim=-1)
     heads = [part.unflatten(-1, (own.heads, -1)).transpose(1, 2) for part in parts]
     return own.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2), compute)
+
+
+def test_a_tagger_may_look_ahead_and_is_no_language_model(lonely: Any):
+    def tagged(batch: TokenBatch) -> Tensor:
+        return batch.tokens_BT.roll(-1, dims=1) * 7 % 5  # what it is asked for depends on what comes after
+
+    found = check(asking(tagged, LooksAhead), lonely(0), **TINY)
+    assert [(one.check_name, one.severity) for one in found] == [("targets_not_shifted", Severity.INFO)]
+    of_two_symbols = asking(lambda batch: (batch.tokens_BT % 3 == 0).long(), LooksAhead)  # half are right by chance
+    assert alarms(check(of_two_symbols, lonely(0), **TINY)) == []
+
+
+def test_an_autoencoder_that_says_it_is_not_causal_is_left_alone_by_checks_and_probes(lonely: Any):
+    autoencoder = asking(lambda batch: batch.tokens_BT, LooksAhead)
+    assert ("targets_not_shifted", Severity.ERROR) in alarms(check(autoencoder, lonely(0), **TINY))
+    type(autoencoder).causal = False
+    assert check(autoencoder, lonely(0), **TINY) == []
+    context = lonely(0)
+    list(autoencoder.run(autoencoder.Config(**TINY, steps=2), context))
+    assert alarms(context.findings) == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -558,14 +594,67 @@ def test_a_check_that_fails_is_a_warning_and_the_others_go_on(lonely: Any):
     assert mode.check_name == "evaluation_mode"
 
 
-def test_a_workload_that_cannot_train_fails_once(lonely: Any):
+def test_a_workload_that_cannot_train_is_not_checked_at_all(lonely: Any):
     class NoModel(Own):
         def build(self, config: Any, data: Any, source: Any) -> nn.Module:
             raise RuntimeError("no such layer")
 
-    (found,) = check(NoModel(), lonely(0))
-    assert found.check_name == "check_failed"
-    assert "no such layer" in found.message
+    with pytest.raises(RuntimeError, match="no such layer"):
+        check(NoModel(), lonely(0))
+
+
+def test_checks_of_ones_own_are_made_beside_the_standard_ones(lonely: Any):
+    class More(Training):
+        def own_checks(self, config: Any, context: Any) -> Iterator[Finding]:
+            yield Finding("too_few_rows", Severity.WARNING, "64 rows")
+            raise RuntimeError("no more rows")
+
+    found = check(More(), lonely(0))
+    assert [one.check_name for one in found] == ["evaluation_mode", "too_few_rows", "check_failed"]
+    assert found[-1].message == "own_checks failed: RuntimeError: no more rows"
+
+
+def test_a_parameter_that_no_group_of_the_optimiser_has_is_named(lonely: Any):
+    class Forgetful(Own):
+        def parameter_groups(self, config: Any, model: Any) -> Any:
+            return [{"params": list(model[0].parameters())}]
+
+    (found,) = check(Forgetful(), lonely(0))
+    assert (found.check_name, found.severity, found.value) == ("not_optimized", Severity.ERROR, 2.0)
+    assert found.message.startswith("2.weight, 2.bias: ")
+
+
+def test_a_loss_that_no_parameter_is_in_is_one_error(lonely: Any):
+    class Detached(Own):
+        def loss(self, call: Any, batch: Any, hyper: Any) -> tuple[Tensor, Any]:
+            return F.mse_loss(call(batch.inputs).detach(), batch.targets), None
+
+    assert alarms(check(Detached(), lonely(0), schedule="linear", **SPLIT)) == [("no_gradient", Severity.ERROR)]
+
+
+def test_a_loss_that_broadcasts_rows_against_rows_is_told_from_one_that_weighs_them_wrongly(lonely: Any):
+    class Broadcasts(Own):
+        def loss(self, call: Any, batch: Any, hyper: Any) -> tuple[Tensor, Any]:
+            return (call(batch.inputs) - batch.targets.squeeze(-1)).square().mean(), None  # [B, 1] - [B] is [B, B]
+
+    (found,) = check(Broadcasts(), lonely(0), **SPLIT)
+    assert (found.check_name, found.severity) == ("batch_coupling", Severity.WARNING)
+    assert "[B] and [B, 1]" in found.advice
+
+
+def test_the_part_that_is_left_in_training_mode_is_called_by_its_kind(lonely: Any):
+    class Partly(Own):
+        def evaluate(self, config: Any, model: Any, data: Any, hyper: Any) -> dict[str, float]:
+            model[1].train()
+            return super().evaluate(config, model, data, hyper)
+
+    def noisy() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    (found,) = check(Partly(noisy), lonely(0))
+    assert found.message == "in training mode during the evaluation: 1 (Dropout)"
+    (found,) = check(Training(), lonely(0))
+    assert found.message == "in training mode during the evaluation: the whole model"
 
 
 def test_a_loss_that_is_not_finite_from_the_start_is_told_and_nothing_is_made_of_it(lonely: Any):

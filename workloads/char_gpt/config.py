@@ -18,7 +18,7 @@ from workloads.probes import catalogue
 
 IMPLEMENTATION = "workloads.char_gpt.train:CharGpt"
 
-CHECKS, THRESHOLDS = catalogue.CHECKS, catalogue.THRESHOLDS
+CHECKS, EARLY_CHECKS, THRESHOLDS = catalogue.CHECKS, catalogue.EARLY_CHECKS, catalogue.THRESHOLDS
 
 METRICS = (
     *TRAINING_METRICS,

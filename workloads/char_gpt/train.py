@@ -67,7 +67,8 @@ class CharGpt(TrainingWorkload):
         assert isinstance(model, GPT)
         predicted = self.predicted_bytes(config, model)
         memory = memory_probes(config, thresholds, model, sections_of(model), predicted)
-        return [*super().probes(config, model, thresholds), TargetsProbe(), *memory]
+        targets = [TargetsProbe(thresholds)] if self.causal else []
+        return [*super().probes(config, model, thresholds), *targets, *memory]
 
     def predicted_bytes(self, config: CharConfig, model: GPT) -> Mapping[str, int] | None:
         """What a micro-batch keeps by section, where a closed form is known."""

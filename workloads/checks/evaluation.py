@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from orchestrator.trial import Finding, Severity
 from workloads.checks.subject import Subject, called_modules
+from workloads.probes.probe import listed
 
 ROWS_AT_ONCE = 2**14  # hashed together: a copy of all rows of a long text would take gigabytes
-MANY = 0.25  # of held-out rows, beyond those that repeat a training row as training rows repeat one another
 SOME = 0.001  # of held-out rows of continuous values, which do not coincide by chance
 SIGMAS = 3.0  # of a share of few held-out rows
 MEASURED = ("time/", "memory/")  # metrics that differ from one call to the next by right
@@ -36,7 +36,7 @@ def check_held_out(subject: Subject) -> Iterator[Finding]:
     chance = SIGMAS * math.sqrt(usual * (1 - usual) / len(held_out))
     if share - usual <= max(SOME, chance):
         return
-    limit = usual + MANY * (1 - usual)
+    limit = usual + subject.limits.repeated_rows_share * (1 - usual)
     mild = Severity.WARNING if held_out.is_floating_point() else Severity.INFO
     severity = Severity.ERROR if share > limit else mild
     message = f"{share:.1%} of {len(held_out)} held-out rows are among the training rows"
@@ -77,12 +77,11 @@ def check_evaluation(subject: Subject) -> Iterator[Finding]:
         first = evaluate(subject, model, data)
     changed = [name for name, value in model.state_dict().items() if not same(value, before[name])]
     if in_training:
-        names = sorted(in_training - {""})[:4]
-        message = f"{', '.join(names) or 'the model'} is in training mode during the evaluation"
+        message = f"in training mode during the evaluation: {listed(parts(model, in_training))}"
         advice = "leave the model in eval mode in `evaluate`: dropout, batch norm and capacity act otherwise"
         yield Finding("evaluation_mode", Severity.ERROR, message, advice, None, float(len(in_training)), 0.0)
     if changed or any(one.grad is not None for one in model.parameters()):
-        message = f"the evaluation changes {', '.join(changed[:4]) or 'gradients'}"
+        message = f"the evaluation changes {listed(changed) or 'gradients'}"
         advice = "evaluate without backward() and without an optimiser: held-out rows must teach nothing"
         yield Finding("evaluation_mode", Severity.ERROR, message, advice, None, float(len(changed)), 0.0)
     if in_training or changed:
@@ -93,6 +92,14 @@ def check_evaluation(subject: Subject) -> Iterator[Finding]:
         message = f"two evaluations of one model differ: {name} is {first[name]:.6g}, then {second.get(name):.6g}"
         advice = "draw held-out rows once, from a stream of their own"
         yield Finding("evaluation_mode", Severity.WARNING, message, advice, None, second.get(name), first[name])
+
+
+def parts(model: nn.Module, names: set[str]) -> list[str]:
+    """The outermost of some modules, with their kinds: a name may be but a number."""
+    if "" in names:
+        return ["the whole model"]
+    outermost = {name for name in names if not any(name.startswith(f"{other}.") for other in names)}
+    return [f"{name} ({type(model.get_submodule(name)).__name__})" for name in sorted(outermost)]
 
 
 def evaluate(subject: Subject, model: nn.Module, data: Any) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Checks of language models: does a prediction see what comes after it, what is it asked for, does padding count?
 
-They apply where a batch has `tokens_BT` and `targets_BT`, and the model gives logits for each place.
+They apply where a batch has `tokens_BT` and `targets_BT`, the model gives logits for each place, and the workload is
+`causal`. That it is asked for a token near by tells a language model from a tagger, which may see all tokens.
 
 Axes: B rows, T time, V vocabulary.
 """
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 
 from orchestrator.trial import Finding, Severity
 from workloads.checks.subject import AMPLIFIED, EXACT, Subject, distance
-from workloads.probes.targets import SAME_SHARE, unshifted
 
 MOVED_16_BIT = 0.05  # of a logit vector's spread: other tokens change the shapes of products, and so their rounding
 LOSS_ROUNDINGS = 8  # in units of the model's epsilon
-FARTHEST = 4  # places ahead at which a wrong shift is looked for
+SHIFTS = (1, 0, 2, -1, -2)  # places ahead at which the token asked for is looked for, the right one first
+MOST = 0.5  # of the places beyond those where chance has it so: fewer, and the targets are of another kind
 
 
 @dataclass
@@ -39,7 +40,8 @@ class Watched:
 
 def logits_of(subject: Subject, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
     """The loss and the logits [B, T, V] it was made of; None for what is no language model."""
-    if not all(isinstance(getattr(batch, name, None), Tensor) for name in ("tokens_BT", "targets_BT")):
+    is_text = all(isinstance(getattr(batch, name, None), Tensor) for name in ("tokens_BT", "targets_BT"))
+    if not (is_text and subject.workload.causal):
         return None
     call = Watched(model)
     loss, _ = subject.loss(call, batch)
@@ -64,6 +66,8 @@ def check_future(subject: Subject) -> Iterator[Finding]:
     A leak moves them in every row; a choice between near-equal experts that rounding turns over, in some.
     """
     subject = subject.in_float32
+    if not is_language(subject):
+        return
     model, batch = subject.model().eval(), subject.window[0]
     seen = logits_of(subject, model, batch)
     if seen is None or (cut := int(lengths_of(batch).min()) // 2) < 1 or seen[1].shape[-1] < 2:
@@ -80,46 +84,74 @@ def check_future(subject: Subject) -> Iterator[Finding]:
     if float(moved_T.max()) > limit:
         places, most = int((moved_T > limit).sum()), float(moved_T.max())
         message = f"other tokens from place {cut} on move the logits of {places} places before it, by up to {most:.1%}"
-        advice = "mask attention to later places, and mix nothing else over time: the model reads what it should say"
+        advice = "mask attention to later places and mix nothing else over time; `causal = False` if it may see them"
         yield Finding("future_leaks", Severity.ERROR, message, advice, None, most, limit)
 
 
-def check_targets(subject: Subject) -> Iterator[Finding]:
-    """Which token each place is asked for: the only one whose logit the loss would raise."""
-    batch = subject.batch
+@dataclass(frozen=True)
+class Asked:
+    """Which token ahead of its place most places are asked for: `share` of them; `following`: for the next one."""
+
+    ahead: int
+    share: float
+    following: float
+    is_near: bool  # of a language model; False: what is asked for are no tokens near by
+
+
+@torch.enable_grad()
+def asked(subject: Subject) -> Asked | None:
+    """What the loss asks each place for: the only token whose logit it would raise. None for what is no model of text.
+
+    Where tokens repeat themselves much by chance, more of them must agree.
+    """
+    batch = subject.combined
     seen = logits_of(subject, subject.model(), batch)
     if seen is None or not seen[1].requires_grad:
-        return
+        return None
     (slope_BTV,) = torch.autograd.grad(seen[0] * subject.loss_scale, seen[1])
     asked_BT, counts_BT = slope_BTV.argmin(-1), slope_BTV.any(-1)
-    both_BT = counts_BT & counts_BT.roll(1, dims=1)  # `unshifted` looks up a place by the one after it
-    found = list(unshifted(batch.tokens_BT, asked_BT, both_BT, None))
-    yield from found or too_far(batch.tokens_BT, asked_BT, counts_BT)
-
-
-def too_far(tokens_BT: Tensor, asked_BT: Tensor, counts_BT: Tensor) -> Iterator[Finding]:
-    """Targets that are neither the token of their place nor the next one.
-
-    Those of a place beyond are shifted twice. Others may be another task's, so that is but a note.
-    """
-    shares = {}
-    for ahead in range(1, min(FARTHEST, tokens_BT.shape[1] - 1) + 1):
-        both_BT = counts_BT[:, :-ahead] & counts_BT[:, ahead:]  # what follows the last target is padding
-        if bool(both_BT.any()):
-            shares[ahead] = float((asked_BT[:, :-ahead] == tokens_BT[:, ahead:])[both_BT].double().mean())
-    if (following := shares.get(1, 1.0)) > SAME_SHARE:
-        return
+    shares = {ahead: equal(batch.tokens_BT, asked_BT, counts_BT, ahead) for ahead in SHIFTS}
     ahead = max(shares, key=lambda one: shares[one])
-    if shares[ahead] > SAME_SHARE:
-        message = (
-            f"{shares[ahead]:.0%} of the targets are the tokens {ahead} places ahead, {following:.0%} the next ones"
-        )
-        advice = "shift the targets once: the target of place t is token t + 1"
-        yield Finding("targets_not_shifted", Severity.ERROR, message, advice, None, shares[ahead], SAME_SHARE)
-    else:
-        message = f"{following:.0%} of the targets are the next tokens"
-        advice = "fine for other tasks; for next-token prediction look at how tokens and targets are paired"
-        yield Finding("targets_not_shifted", Severity.INFO, message, advice, None, following, SAME_SHARE)
+    by_chance = coincidence(batch.tokens_BT[counts_BT], asked_BT[counts_BT])
+    return Asked(ahead, shares[ahead], shares[1], shares[ahead] - by_chance > MOST * (1 - by_chance))
+
+
+def equal(tokens_BT: Tensor, asked_BT: Tensor, counts_BT: Tensor, ahead: int) -> float:
+    """The share of places that are asked for the token `ahead`, of those where it and both neighbours count."""
+    num_places = tokens_BT.shape[1]
+    first, last = max(0, -ahead), num_places - max(0, ahead)
+    there_BT = counts_BT[:, first + ahead : last + ahead] & counts_BT[:, first:last]
+    same_BT = asked_BT[:, first:last] == tokens_BT[:, first + ahead : last + ahead]
+    return float(same_BT[there_BT].double().mean()) if bool(there_BT.any()) else 0.0
+
+
+def coincidence(one_N: Tensor, other_N: Tensor) -> float:
+    """How often a token of one and a token of the other are the same if drawn independently."""
+    size = int(torch.cat([one_N, other_N]).max()) + 1 if len(one_N) else 1
+    counts = [torch.bincount(tokens_N, minlength=size).double() for tokens_N in (one_N, other_N)]
+    return float(counts[0] @ counts[1]) / max(len(one_N), 1) ** 2
+
+
+def is_language(subject: Subject) -> bool:
+    return (found := asked(subject)) is not None and found.is_near
+
+
+def check_targets(subject: Subject) -> Iterator[Finding]:
+    """The token each place is asked for is the next one. Another one near by is a bug, other targets a note."""
+    found, limit = asked(subject), subject.limits.unshifted_share
+    if found is None or (found.ahead == 1 and found.share > limit):
+        return
+    if not found.is_near or found.share <= limit:
+        message = f"{found.following:.0%} of the targets are the next tokens"
+        advice = "fine for another task (`causal = False` says so); else look at how tokens and targets are paired"
+        yield Finding("targets_not_shifted", Severity.INFO, message, advice, None, found.following, limit)
+        return
+    place = {0: "the very tokens that the model reads there", 2: "the tokens 2 places ahead"}
+    which = place.get(found.ahead, f"tokens that came before, {-found.ahead} places back")
+    message = f"{found.share:.0%} of the targets are {which}, {found.following:.0%} the next ones"
+    advice = "shift targets once: that of place t is token t + 1. For a task of its own, set `causal = False`"
+    severity = Severity.ERROR if found.ahead >= 0 else Severity.WARNING  # to repeat what came before may be a task
+    yield Finding("targets_not_shifted", severity, message, advice, None, found.share, limit)
 
 
 def check_padding(subject: Subject) -> Iterator[Finding]:
@@ -139,7 +171,7 @@ def check_padding(subject: Subject) -> Iterator[Finding]:
                 by, limit = found
                 whose = "the auxiliary losses" if hyper else "the loss"
                 message = f"{words} changes {whose} or the gradient by {by:.2%}"
-                advice = "take every mean over valid places only: sum where valid, divided by their number"
+                advice = "take every mean over valid places only, and let attention see no padding"
                 yield Finding("padding_counts", Severity.ERROR, message, advice, None, by, limit)
                 return
 
@@ -168,8 +200,8 @@ def padded(subject: Subject) -> Any:
         return None
     num_rows, num_places = batch.tokens_BT.shape
     if batch.valid_BT is None or bool(batch.valid_BT.all()):
-        if not hasattr(subject.config, "padding") or num_places < 2:
-            return None
+        if not hasattr(subject.config, "padding") or num_places < 2 or not is_language(subject):
+            return None  # a model that sees all tokens must be told of padding, and may know that there is none
         lengths_B = (num_places - 1 - torch.arange(num_rows) * num_places // (2 * num_rows)).clamp(min=1)
         valid_BT = torch.arange(num_places) < lengths_B.unsqueeze(-1)
         return changed(batch, valid_BT=valid_BT)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from orchestrator.workload import Context
 from workloads.engine.random import generator, noise_seed, seed_globals
 from workloads.engine.update import Call, Hyper, Trainer, Update, dense_real
+from workloads.probes.catalogue import Thresholds
 
 if TYPE_CHECKING:  # the engine imports the checks
     from workloads.engine.training import TrainingWorkload
@@ -43,6 +44,10 @@ class Subject:
     workload: TrainingWorkload
     config: Any
     context: Context
+
+    @property
+    def limits(self) -> Thresholds:
+        return Thresholds.of(self.context.thresholds)
 
     @cached_property
     def data(self) -> Any:

@@ -1,10 +1,15 @@
-"""Runs the checks of a training workload. A check that fails becomes a finding, and the others go on."""
+"""Runs the checks of a training workload. A check that fails becomes a finding, and the others go on.
+
+A workload without data, model or loss is not checked at all: what it raises is raised.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from orchestrator.trial import Finding, Severity
 from orchestrator.workload import Context
@@ -15,10 +20,11 @@ from workloads.engine.random import with_own_globals
 if TYPE_CHECKING:  # the engine imports the checks
     from workloads.engine.training import TrainingWorkload
 
-Check = Callable[[Subject], Iterator[Finding]]
+Check = Callable[[Subject], Iterable[Finding]]
 
 CHECKS: tuple[Check, ...] = (
     updates.check_reachable,
+    updates.check_optimized,
     updates.check_loss_factor,
     updates.check_slope,
     updates.check_accumulation,
@@ -44,22 +50,27 @@ def check_training(workload: TrainingWorkload, config: Any, context: Context) ->
 
 
 def _run(subject: Subject) -> Generator[Finding]:
-    for check in (_can_train, *CHECKS):
-        try:
-            found = list(check(subject))
-        except Exception as error:  # the boundary between somebody's workload and its judge
-            name = check.__name__.strip("_")
-            message = f"{name} failed: {type(error).__name__}: {error}"
-            yield Finding("check_failed", Severity.WARNING, message, "the other checks were made; look at this one")
-            if check is _can_train:
-                return
-        else:
-            yield from found
-
-
-def _can_train(subject: Subject) -> Iterator[Finding]:
-    """A workload without data, model or loss fails once and not at every check."""
     loss, _ = subject.loss(subject.model(), subject.batch)
+    yield from _first_loss(loss)
+    if not loss.requires_grad:
+        return  # nothing to experiment on
+    for check in (*CHECKS, own_checks):
+        try:
+            yield from check(subject)
+        except Exception as error:  # the boundary between somebody's workload and its judge
+            message = f"{check.__name__} failed: {type(error).__name__}: {error}"
+            yield Finding("check_failed", Severity.WARNING, message, "the other checks were made; look at this one")
+
+
+def own_checks(subject: Subject) -> Iterable[Finding]:
+    return subject.workload.own_checks(subject.config, subject.context)
+
+
+def _first_loss(loss: Tensor) -> Iterator[Finding]:
+    if not loss.requires_grad:
+        message = "the loss of the first batch depends on nothing that is trained: no update can be made"
+        advice = "look for detach() or no_grad() around the model, and for parameters that are all frozen"
+        yield Finding("no_gradient", Severity.ERROR, message, advice)
     if not math.isfinite(value := loss.item()):
         message = f"the loss of the first batch is {value} before anything is trained; most checks need a finite one"
         advice = "look at the initial weights, the data and the precision"

@@ -21,7 +21,7 @@ from workloads.probes import catalogue
 
 IMPLEMENTATION = "workloads.moe_gpt.train:MoeGpt"
 
-CHECKS, THRESHOLDS = catalogue.CHECKS, catalogue.THRESHOLDS
+CHECKS, EARLY_CHECKS, THRESHOLDS = catalogue.CHECKS, catalogue.EARLY_CHECKS, catalogue.THRESHOLDS
 
 METRICS = (
     *CHAR_METRICS,

@@ -19,7 +19,8 @@ from workloads.probes import catalogue
 
 IMPLEMENTATION = "workloads.residual_stack.train:ResidualStack"
 
-CHECKS, THRESHOLDS = (*catalogue.CHECKS, "gradient_overflow"), catalogue.THRESHOLDS
+CHECKS = (*catalogue.CHECKS, "gradient_overflow")
+EARLY_CHECKS, THRESHOLDS = catalogue.EARLY_CHECKS, catalogue.THRESHOLDS
 
 METRICS = (
     # task: gradients. Norms are taken in float64, whatever the dtype of the gradients.
