@@ -37,12 +37,15 @@ class Verdict:
         self.read: set[str] = set()  # swept fields whose value the trial has read
 
     def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        is_first = self.last_step is None and self.job.first_step == 0
         self.last_step = step
         self.keys.update(metrics)
         self.objective = metrics.get(self.job.metric, self.objective)
         if self.divergence is None and (reason := _divergence(metrics, self.job.metric)):
             self.divergence = Divergence(step, f"{reason} at step {step}")
         self.is_over = bool(self.stop_reason) or (self.divergence is not None and self.job.stop_diverged)
+        if self.is_over and is_first:
+            self.read.update(self.job.axes)  # a trial that ends so early may not have come to read them: not judged
 
     def hear(self, finding: Finding) -> None:
         """A note ends nothing: an odd batch is no reason to stop."""

@@ -5,17 +5,30 @@ Looks at no finding; whoever runs a trial does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from orchestrator.spec.document import Node
 from orchestrator.spec.faces import WorkloadFace
 from orchestrator.spec.problems import Problems, nearest, unknown_key
-from orchestrator.spec.sections import Section, flag, number, text
+from orchestrator.spec.sections import Section, flag, text
 from orchestrator.trial import OWN_CHECKS
 
 AT_THE_END = ("unread_field",)
 """Found when nothing is left to be stopped."""
+
+LARGEST = sys.float_info.max
+"""What `.inf` is kept as: a limit that nothing reaches, in the numbers that JSON has."""
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A default, a float, that knows which values make sense in its place."""
+
+    def refusal(self, value: float) -> str:
+        """What would be right, in words; empty if `value` is."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +43,13 @@ class Stop:
 def read_stop(node: Node | None, workload: WorkloadFace | None, problems: Problems) -> Stop:
     section = Section.of(node, "stop", ("diverged", "on"), problems)
     on = _read_checks(section.entries.get("on"), workload, problems)
-    late = [f"stop.on: {check} is found when a trial is over; it stops none" for check in on if check in AT_THE_END]
-    ends = [check for check in on if check not in AT_THE_END]
+    early = workload.early_checks if workload else ()
+    idle = {check: "when a trial is over" for check in on if check in AT_THE_END}
+    idle |= {check: "before training or not at all" for check in on if check in early}
+    ends = [check for check in on if check not in idle]
     notes = [f"a trial ends as stopped on {', '.join(ends)}"] if ends else []
-    return Stop(section.read("diverged", flag, True), on, (*notes, *late))
+    notes += [f"stop.on: {check} is found {when}; it stops none" for check, when in idle.items()]
+    return Stop(section.read("diverged", flag, True), on, tuple(notes))
 
 
 def _read_checks(node: Node | None, workload: WorkloadFace | None, problems: Problems) -> tuple[str, ...]:
@@ -78,11 +94,43 @@ def read_thresholds(node: Node | None, workload: WorkloadFace | None, problems: 
     for name, child in given.entries.items():
         if name not in workload.thresholds:
             problems.add(child.where, f"{path}.{name}", unknown_key(f"{path}.{name}", workload.thresholds))
-    read = {name: section.read(name, number(at_least=0), default) for name, default in workload.thresholds.items()}
+    read = {name: section.read(name, limit_like(default), default) for name, default in workload.thresholds.items()}
     return {name: value for name, value in read.items() if value != workload.thresholds[name]}
+
+
+def limit_like(default: float) -> Callable[[Node], float]:
+    """Reads a limit in place of `default`: what that admits, or any finite number from 0 on if it does not say."""
+
+    def convert(node: Node) -> float:
+        value = node.value
+        if isinstance(value, str) and _is_number(value):
+            raise ValueError(f'got "{value}", a text; write {value}, a number without quotes')
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"got {node.text or node.plain()}; a number is needed")
+        kept = min(value, LARGEST)
+        if isinstance(default, Bounded):
+            refusal = default.refusal(kept)
+        else:
+            refusal = "" if 0 <= value <= LARGEST else "a finite number, at least 0"
+        if refusal:
+            raise ValueError(f"got {node.text}; {refusal}")
+        return float(kept)
+
+    return convert
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def threshold_notes(thresholds: Mapping[str, float], workload: WorkloadFace | None) -> tuple[str, ...]:
     """What a reader of the plan should know of changed limits."""
     defaults = workload.thresholds if workload else {}
-    return tuple(f"threshold {name}: {value:g}, not {defaults[name]:g}" for name, value in thresholds.items())
+    return tuple(
+        f"threshold {name}: {'never' if value == LARGEST else f'{value:g}'}, not {defaults[name]:g}"
+        for name, value in thresholds.items()
+    )

@@ -156,11 +156,11 @@ def test_a_swept_field_that_the_trial_never_read_is_an_error_and_the_others_are_
 
 @pytest.mark.usefixtures("lab")
 def test_only_a_trial_with_a_result_is_asked_what_it_read(tmp_path: Path) -> None:
-    asked = {"find": "router_collapsed"}
-    spared: list[dict[str, Any]] = [{"nan_at": 2}, {"steps": 4}]
-    assert run_with_idle(tmp_path, Notes(), **asked) == ["router_collapsed", "unread_field"]
-    assert run_with_idle(tmp_path, Notes(), **spared[0]) == []
-    assert run_with_idle(tmp_path, Notes(dies_at=4), **spared[1]) == []
+    late, early = {"find": "router_collapsed", "at": 3}, {"find": "router_collapsed", "at": 2}
+    assert run_with_idle(tmp_path / "late", Notes(), **late) == ["router_collapsed", "unread_field"]
+    assert run_with_idle(tmp_path / "early", Notes(), **early) == ["router_collapsed"]  # stopped at its first report
+    assert run_with_idle(tmp_path / "diverged", Notes(), nan_at=2) == []
+    assert run_with_idle(tmp_path / "dead", Notes(dies_at=4), steps=4) == []
 
 
 def run_with_idle(folder: Path, notes: Notes, **params: Any) -> list[str]:
@@ -310,13 +310,14 @@ def test_ray_workers_stop_on_findings_as_well(ray_orch: Orch, name: str, server_
         [(number, "router_collapsed") for number in (2, 3)],
         [(number, "loss_spike") for number in (4, 5)],
     )
-    assert found == sorted([*((number, "unread_field") for number in range(6)), *collapsed, *spiked])
+    idle = [(number, "unread_field") for number in (0, 1, 4, 5)]  # 2 and 3 stop at their first report
+    assert found == sorted([*idle, *collapsed, *spiked])
     rows = ray_orch.rows(f"select state, reason from runs where sweep = '{name}' order by trial")
     assert [row["state"] for row in rows] == ["finished", "finished", "stopped", "stopped", "finished", "finished"]
     assert rows[3]["reason"] == COLLAPSED
-    assert {tags["orch.verdict"] for tags in tags_of(MlflowClient(mlflow_uri(server_url)), name).values()} == {
-        "suspect"
-    }
+    tags = tags_of(MlflowClient(mlflow_uri(server_url)), name)
+    verdicts = [tags[number]["orch.verdict"] for number in range(6)]
+    assert verdicts == ["suspect", "suspect", "warning", "warning", "suspect", "suspect"]
 
 
 # Tags, row by row

@@ -13,7 +13,7 @@ from orchestrator.trial import Finding, Severity
 from workloads.char_gpt.config import Config
 from workloads.char_gpt.train import CharGpt
 from workloads.engine.training import Training
-from workloads.probes.catalogue import Thresholds
+from workloads.probes.catalogue import NEVER, Thresholds
 from workloads.probes.loss import LossProbe
 from workloads.probes.loss_scale import LossScaleProbe, lost_shares
 
@@ -89,6 +89,10 @@ def test_the_limits_can_be_changed():
     assert spikes(told([*normal(9), 3.0], short))
     assert len(short.recent) == 8
     assert spikes(told([*normal(60), 3.0], LossProbe(Thresholds(spike_sigmas=1000.0)))) == []
+    assert spikes(told([*[2.0] * 60, 9.0], LossProbe(Thresholds(spike_sigmas=NEVER)))) == []
+    assert told([2.0] * 600, LossProbe(Thresholds(plateau_updates=NEVER))) == []
+    early = told([*normal(60), *normal(8, mean=4.0)], LossProbe(Thresholds(spike_new_level=4.0)))
+    assert [step for step, _ in spikes(early)] == [61, 62, 63, 64]
 
 
 def test_a_loss_that_has_stopped_falling_is_worth_a_note_and_a_falling_one_is_not():
@@ -104,12 +108,13 @@ def held_out(*pairs: tuple[float, float]) -> list[Finding]:
     return [one for step, (train, val) in enumerate(pairs, 1) for one in probe.held_out(step, train, val)]
 
 
-def test_a_training_loss_far_below_the_held_out_one_is_a_warning_and_an_error_when_that_rises():
+def test_a_training_loss_far_below_the_held_out_one_is_a_warning_also_when_that_rises():
     assert held_out((2.0, 2.1), (1.0, 1.2), (0.5, 0.8)) == []
     learned_by_heart = held_out((2.0, 2.1), (0.01, 1.2), (0.01, 1.2))
     assert [one.severity for one in learned_by_heart] == [Severity.WARNING]  # the median of three reports
-    leaking = held_out((2.0, 4.7), (0.01, 8.0), (0.01, 10.0))
-    assert [one.severity for one in leaking] == [Severity.ERROR]
+    (overfitted,) = held_out((2.0, 4.7), (0.01, 8.0), (0.01, 10.0))
+    assert overfitted.severity is Severity.WARNING  # so small data are learned; a leak has an error of its own
+    assert "that has risen from 4.7" in overfitted.message
     assert held_out((math.nan, 1.0), (2.0, math.nan), (-1.0, 1.0)) == []  # not finite, or no loss that ends at 0
 
 
@@ -119,7 +124,7 @@ def test_targets_that_are_not_shifted_make_the_loss_too_good(lonely: Any):
         context = lonely(0, log_every=10)
         list(CharGpt().run(Config(**TINY | {"steps": 120}, lr=2e-2, bug=bug, eval_every=10), context))
         found[bug] = {one.check_name: one.severity for one in context.findings if one.check_name == "loss_too_good"}
-    assert found == {"none": {}, "unshifted_targets": {"loss_too_good": Severity.ERROR}}
+    assert found == {"none": {}, "unshifted_targets": {"loss_too_good": Severity.WARNING}}
 
 
 def skips(applied: Sequence[bool]) -> list[int | None]:

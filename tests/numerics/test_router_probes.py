@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from orchestrator.trial import Severity
+from orchestrator.trial import Finding, Severity
 from workloads.char_gpt.config import Config as CharConfig
 from workloads.char_gpt.train import CharGpt
 from workloads.engine.precision import POLICIES
 from workloads.engine.training import Training
 from workloads.engine.update import Update
-from workloads.layers.router import Routing, load_balance_loss, route, router_z_loss
+from workloads.layers.router import Routing, load_balance_loss, route, router_z_loss, tie_share
 from workloads.layers.router_metrics import entropy, spacing
 from workloads.moe_gpt.bugs import PLANTED
 from workloads.moe_gpt.config import Config as MoeGptConfig
@@ -45,6 +45,10 @@ def look_at(step: int, norms: dict[str, float]) -> Look:
     return Look(step, update, [], {}, None, thorough=False)  # type: ignore[arg-type]  # nothing asks the trainer
 
 
+def chosen_by(watcher: RouterProbe, window: Routing, layer: int, step: int) -> list[Finding]:
+    return list(watcher._choices(window, choices(window), layer, step))
+
+
 def severities(context: Any) -> dict[str, Severity]:
     return {finding.check_name: finding.severity for finding in context.findings}
 
@@ -53,7 +57,7 @@ def test_both_auxiliary_losses_by_definition_are_what_the_layers_compute():
     logits_BE = 3 * torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     routing = routing_of(logits_BE, k=2)
     reference = float(load_balance_loss(routing.probabilities_BE, routing.experts_BK))
-    assert balance_by_definition(routing) == pytest.approx(reference, rel=1e-12)  # float64
+    assert balance_by_definition(choices(routing)) == pytest.approx(reference, rel=1e-12)  # float64
     assert z_by_definition(logits_BE) == pytest.approx(float(router_z_loss(logits_BE)), rel=1e-12)
     assert z_by_definition(torch.zeros(5, 8)) == pytest.approx(math.log(8) ** 2, rel=1e-12)
 
@@ -109,6 +113,8 @@ def test_one_router_without_gradient_among_others_is_told_and_a_skipped_update_i
     assert "router0" in dead.message
     assert "router1" not in dead.message
     assert not list(watcher.updated(look_at(20, {"router0": math.nan, "router1": 1.0, "total": math.nan})))
+    patient = probe(dead_router_updates=21.0)
+    assert not [one for look in updates for one in patient.updated(look)]
     everyone = probe(k=4)
     assert not [one for look in updates for one in everyone.updated(look)]  # k = num_experts is no choice
 
@@ -133,7 +139,7 @@ def test_a_report_is_held_against_its_own_window_only():
 def test_what_lasts_is_told_and_what_passes_is_not(sick: torch.Tensor, well: torch.Tensor, check: str):
     def told(*logits: torch.Tensor) -> list[str]:
         watcher, looks = probe(router_patience=20), range(0, 10 * len(logits), 10)
-        found = [watcher._choices(routing_of(one), 0, step) for step, one in zip(looks, logits, strict=True)]
+        found = [chosen_by(watcher, routing_of(one), 0, step) for step, one in zip(looks, logits, strict=True)]
         return [finding.check_name for findings in found for finding in findings]
 
     assert check in told(sick, sick, sick)
@@ -145,25 +151,25 @@ def test_ties_of_experts_a_hair_apart_are_no_news():
     """A z-loss pulls the logits of an undecided router to -log E, where bf16 is coarser; the loss does not mind."""
     close_BE = (0.05 * torch.randn(256, 8, generator=torch.Generator().manual_seed(0)) - 2).bfloat16()
     watcher = probe(num_experts=8, precision="bf16", router_patience=0)
-    assert choices(routing_of(close_BE), 1, 8).ties > 4 * Thresholds().tie_share
-    assert not list(watcher._choices(routing_of(close_BE), 0, 1))
+    assert tie_share(close_BE, 1) > 4 * Thresholds().tie_share
+    assert not chosen_by(watcher, routing_of(close_BE), 0, 1)
 
 
 def test_experts_that_take_turns_are_not_dead_and_few_tokens_collapse_nothing():
     watcher = probe(router_patience=20)
     for step, absent in enumerate([0, 1, 2, 3] * 3):
         present = [expert for expert in range(4) if expert != absent]
-        assert not list(watcher._choices(routing_of(torch.eye(4)[present * 22]), 0, 10 * step))
+        assert not chosen_by(watcher, routing_of(torch.eye(4)[present * 22]), 0, 10 * step)
     for step in range(0, 60, 10):
-        assert not list(watcher._choices(routing_of(torch.eye(4)[[0, 0]]), 1, step))
+        assert not chosen_by(watcher, routing_of(torch.eye(4)[[0, 0]]), 1, step)
 
 
 def test_dropped_tokens_are_told_when_many_find_their_expert_full():
     watcher = probe(router_patience=0)
     logits_BE = torch.eye(4)[[0, 0, 0, 1] * 16]
-    found = {one.check_name: one for one in watcher._choices(routing_of(logits_BE, capacity=16), 0, 1)}
+    found = {one.check_name: one for one in chosen_by(watcher, routing_of(logits_BE, capacity=16), 0, 1)}
     assert found["tokens_dropped"].value == 0.5  # 32 of 64: expert 0 takes 16 of its 48
-    kept = watcher._choices(routing_of(logits_BE, capacity=48), 0, 2)
+    kept = chosen_by(watcher, routing_of(logits_BE, capacity=48), 0, 2)
     assert "tokens_dropped" not in [one.check_name for one in kept]
 
 

@@ -14,9 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchestrator.trial import Finding, Severity
-from workloads.engine.training import TrainingWorkload
+from workloads.char_gpt.config import Config as CharConfig
+from workloads.char_gpt.train import CharGpt
+from workloads.engine import checkpoint
+from workloads.engine.training import Training, TrainingWorkload
 from workloads.engine.training_config import TRAINING_METRICS, TrainingConfig
-from workloads.engine.update import gradient_norms
+from workloads.engine.update import Trainer, gradient_norms, total_norm
+from workloads.probes.catalogue import THRESHOLDS
 from workloads.probes.gradients import misweighed, update_ratios, wrongly_clipped
 from workloads.probes.probe import Probe
 
@@ -178,8 +182,12 @@ def test_the_update_ratio_is_that_of_the_lengths():
 
 
 def test_updates_as_long_as_the_weights_are_told_and_ordinary_ones_are_not(lonely: Any):
-    wild = findings_of(lonely(0, log_every=5), Regression(Net), lr=30.0, optimizer="sgd", clip_norm=1.0)
-    assert "update_too_large" in names(wild)
+    def told(**limits: float) -> list[str]:
+        context = lonely(0, log_every=5, thresholds=limits)
+        return names(findings_of(context, Regression(Net), lr=30.0, optimizer="sgd", clip_norm=1.0))
+
+    assert "update_too_large" in told()
+    assert "update_too_large" not in told(update_ratio_grace=30.0)
 
 
 def test_a_probe_that_fails_becomes_a_finding_and_changes_no_number(lonely: Any):
@@ -204,6 +212,109 @@ def test_a_probe_that_fails_becomes_a_finding_and_changes_no_number(lonely: Any)
     assert reports[2][-1] == reports[0][-1]
 
 
+@dataclass
+class Counting(Probe):
+    """Counts updates; fails at `at` in what it is asked there."""
+
+    at: str = ""
+    step: int = 0
+    num_updates: Any = field(init=False, default=0)
+
+    def updated(self, look: Any) -> Iterable[Finding]:
+        self.num_updates += 1
+        if self.num_updates == self.step:
+            yield Finding("mine", Severity.INFO, f"{self.num_updates} updates", step=look.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == "state_dict":
+            raise RuntimeError("not now")
+        return {"num_updates": torch.tensor(1) if self.at == "tensor" else self.num_updates}
+
+
+def test_probes_that_cannot_be_built_leave_the_standard_ones(lonely: Any):
+    class Unbuilt(Regression):
+        def probes(self, config: Any, model: nn.Module, thresholds: Any) -> list[Probe]:
+            raise LookupError("no such layer")
+
+    failed, dead = findings_of(lonely(0), Unbuilt(lambda: Net(Tensor.detach)))
+    assert (failed.check_name, failed.severity) == ("probe_failed", Severity.WARNING)
+    assert "LookupError: no such layer" in failed.message
+    assert dead.check_name == "no_gradient"
+
+
+@pytest.mark.parametrize("at", ["state_dict", "tensor"])
+def test_a_probe_whose_state_cannot_be_kept_ends_and_the_run_goes_on_behind_a_checkpoint(lonely: Any, at: str):
+    def workload() -> Regression:
+        return Regression(Net, [Counting(at, step=25)])
+
+    first = lonely(0, stop_after=10)
+    (failed,) = findings_of(first, workload())
+    assert failed.message.startswith("Counting failed")
+    later = lonely(0, checkpoint=first.checkpoint)
+    assert findings_of(later, workload()) == []  # it is not asked again
+    whole = lonely(0)
+    assert names(findings_of(whole, workload())) == ["mine"]
+
+
+def test_a_state_that_does_not_fit_is_forgotten_and_raises_no_other_alarm(lonely: Any):
+    sparse = {"schedule": "linear", "warmup_steps": 5}
+    first = lonely(0, stop_after=25)
+    findings_of(first, Regression(lambda: Net(Tensor.detach)), **sparse)
+    saved = checkpoint.from_bytes(first.checkpoint.state)
+    saved["health"] |= {"said": {}, "probes": {"GradientProbe": {"never": 3}, "LossProbe": {}}}
+    first.checkpoint.state = checkpoint.to_bytes(saved)
+    found = findings_of(lonely(0, checkpoint=first.checkpoint), Regression(lambda: Net(Tensor.detach)), **sparse)
+    assert names(found) == ["probe_failed"] * 4  # all with a state; five updates are too few to miss a gradient
+    assert {finding.severity for finding in found} == {Severity.WARNING}
+    assert "GradientProbe" in found[2].message
+
+
+def test_two_probes_of_a_class_keep_states_of_their_own_and_each_says_what_it_sees(lonely: Any):
+    def workload() -> Regression:
+        return Regression(Net, [Counting(step=20), Counting(step=22), Counting(step=22)])
+
+    first = lonely(0, stop_after=21)
+    assert [(one.check_name, one.step) for one in findings_of(first, workload())] == [("mine", 20)]
+    saved = checkpoint.from_bytes(first.checkpoint.state)["health"]["probes"]
+    assert [name for name in saved if name.startswith("Count")] == ["Counting", "Counting 2", "Counting 3"]
+    later = findings_of(lonely(0, checkpoint=first.checkpoint), workload())
+    assert [(one.check_name, one.step) for one in later] == [("mine", 22), ("mine", 22)]
+
+
+class Nesterov(Regression):
+    """Torch's SGD in its `foreach` form adds the momentum to the gradients where they lie."""
+
+    clips = True
+
+    def trainer(self, config: Any, **parts: Any) -> Trainer:
+        trained = [one for block in parts["blocks"].values() for one in block]
+        own = torch.optim.SGD(trained, lr=0.01, momentum=0.9, nesterov=True, foreach=True)
+        trainer = Trainer(**{**parts, "optimizer": own})
+        if not self.clips:
+            trainer.unscale_and_clip = lambda: (gradient_norms(trainer.blocks), False)  # type: ignore[method-assign]
+        return trainer
+
+
+def test_the_applied_gradient_is_seen_before_the_optimiser_changes_it(lonely: Any):
+    nesterov = Nesterov(Net)
+    assert findings_of(lonely(0, log_every=5), nesterov, clip_norm=0.1) == []
+    training = Training.begin(nesterov, TrainingConfig(**TINY, clip_norm=0.1), lonely(0))
+    update, _ = training.advance()
+    assert update.applied_norm == pytest.approx(0.1, rel=1e-6)  # of float32
+    assert total_norm(training.trainer.parameters) > 0.15  # 1.9 times it: what a look behind the step would see
+    nesterov.clips = False
+    assert names(findings_of(lonely(0, log_every=5), nesterov, clip_norm=0.1)) == ["clip_order"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_healthy_run_keeps_to_the_smallest_tolerance_that_may_be_asked_for(lonely: Any, precision: str):
+    context = lonely(0, log_every=1, thresholds={"weight_tolerance": THRESHOLDS["weight_tolerance"].sense.least})
+    sizes = {"width": 16, "context": 16, "depth": 1, "heads": 2, "batch_size": 4, "num_held_out_windows": 2}
+    config = CharConfig(**sizes, steps=10, precision=precision, clip_norm=0.1, accumulation_steps=3, padding=0.5)
+    list(CharGpt().run(config, context))
+    assert context.findings == []
+
+
 def test_what_was_said_before_a_checkpoint_is_not_said_again_behind_it(lonely: Any):
     sick = Regression(lambda: Net(Tensor.detach))
     first = lonely(0, stop_after=24)
@@ -213,5 +324,8 @@ def test_what_was_said_before_a_checkpoint_is_not_said_again_behind_it(lonely: A
 
 
 def test_a_sweep_may_change_a_limit(lonely: Any):
-    (finding,) = findings_of(lonely(0, thresholds={"no_gradient_updates": 3.0}), Regression(lambda: Net(Tensor.detach)))
-    assert finding.step == 3
+    for look, limit in ((Tensor.detach, "no_gradient_updates"), (lambda values: values * 0, "zero_gradient_updates")):
+        (finding,) = findings_of(lonely(0, thresholds={limit: 3.0}), Regression(lambda look=look: Net(look)))
+        assert finding.step == 3
+    often = findings_of(lonely(0, thresholds={"clip_always_updates": 7.0}), Regression(Net), clip_norm=1e-3)
+    assert [(one.check_name, one.step) for one in often] == [("clip_always", 7)]

@@ -26,7 +26,8 @@ from orchestrator.spec import (
     spec_difference,
     to_json,
 )
-from orchestrator.workload import Description, FieldConflict, WorkloadConfig
+from orchestrator.workload import Description, FieldConflict, WorkloadConfig, describe
+from workloads.probes.catalogue import NEVER, THRESHOLDS
 
 HEAD = "workload: toy\nmetric: val/mse\n"
 
@@ -660,6 +661,13 @@ def test_limits_and_what_ends_a_trial_are_read_and_said_in_the_plan():
     assert from_json(json.loads(json.dumps(to_json(spec), allow_nan=False)), workload_of) == spec
 
 
+def test_a_check_that_only_the_preflight_makes_stops_no_trial_and_the_plan_says_so():
+    text = "workload: char_gpt\nmetric: train/loss\nparams: {steps: 4}\nstop: {on: [future_leaks, loss_spike]}\n"
+    ends, idle = parse_sweep(text, "t.yaml", describe).notes
+    assert ends.endswith("on loss_spike")
+    assert idle == "stop.on: future_leaks is found before training or not at all; it stops none"
+
+
 def test_orchs_own_findings_are_known_for_every_workload():
     text = "workload: bare\nmetric: val/mse\nparams: {width: 1}\nstop: {on: [%s]}\n"
     assert parse(text % "checkpoint, metric_name, metric_name").stop_on == ("checkpoint", "metric_name")
@@ -673,9 +681,23 @@ def test_orchs_own_findings_are_known_for_every_workload():
             "health: {thresholds: {tie_shar: 8}}",
             "health.thresholds.tie_shar  unknown key health.thresholds.tie_shar, did",
         ),
-        ("health: {thresholds: {spike_sigmas: -1}}", "health.thresholds.spike_sigmas  -1: a number at least 0 is"),
-        ("health: {thresholds: {spike_sigmas: .nan}}", "health.thresholds.spike_sigmas  .nan: a number at least 0 is"),
-        ("health: {thresholds: {spike_sigmas: .inf}}", "health.thresholds.spike_sigmas  .inf: a number at least 0 is"),
+        (
+            "health: {thresholds: {spike_sigmas: -1}}",
+            "health.thresholds.spike_sigmas  got -1; a finite number, at least 0",
+        ),
+        (
+            "health: {thresholds: {spike_sigmas: .nan}}",
+            "health.thresholds.spike_sigmas  got .nan; a finite number, at least 0",
+        ),
+        (
+            "health: {thresholds: {spike_sigmas: .inf}}",
+            "health.thresholds.spike_sigmas  got .inf; a finite number, at least 0",
+        ),
+        (
+            'health: {thresholds: {spike_sigmas: "8"}}',
+            'health.thresholds.spike_sigmas  got "8", a text; write 8, a number',
+        ),
+        ("health: {thresholds: {spike_sigmas: high}}", "health.thresholds.spike_sigmas  got high; a number is needed"),
         ("health: {thresholds: [8]}", "health.thresholds  is no mapping; write thresholds: {name: number}"),
         ("health: {limits: {}}", "health.limits  unknown key health.limits, known: thresholds"),
         ("stop: {on: [loss_spikes]}", "stop.on  unknown check loss_spikes, did you mean loss_spike?"),
@@ -688,6 +710,37 @@ def test_orchs_own_findings_are_known_for_every_workload():
 def test_a_wrong_limit_or_check_is_told_at_its_line(line, message):
     (said,) = complaints(param("lr: 1e-3") + line + "\n")
     assert said.startswith(f"t.yaml:5  {message}")
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ("no_gradient_updates: 0", "got 0; a count of updates, at least 1, or .inf for never"),
+        ("router_patience: 2.5", "got 2.5; a count of updates, at least 0, or .inf for never"),
+        ("tie_share: 2", "got 2; a share, from 0 to 1 (1 for never)"),
+        ("weight_tolerance: 0", "got 0; a share, from 0.001 to 1"),  # rounding alone would trip it
+        ("spike_window: .inf", "got .inf; a count of updates, from 8 to 1000000"),
+        ("spike_excess: .inf", "got .inf; a finite number, at least 0"),
+    ],
+)
+def test_a_shipped_limit_says_which_values_make_sense(limit, message):
+    name = limit.partition(":")[0]
+    text = "workload: char_gpt\nmetric: train/loss\nparams: {steps: 4}\nhealth:\n  thresholds:\n    %s\n"
+    with pytest.raises(SpecError) as refused:
+        parse_sweep(text % limit, "t.yaml", describe)
+    assert f"t.yaml:6  health.thresholds.{name}  {message}" in str(refused.value)
+
+
+def test_infinity_stands_for_never_and_survives_json():
+    text = "workload: char_gpt\nmetric: train/loss\nparams: {steps: 4}\nhealth: {thresholds: {update_ratio: .inf}}\n"
+    spec = parse_sweep(text, "t.yaml", describe)
+    assert "threshold update_ratio: never, not 0.3" in spec.notes
+    (kept,) = json.loads(json.dumps(to_json(spec), allow_nan=False))["health"]["thresholds"].values()
+    assert kept == NEVER
+
+
+def test_every_default_is_one_of_the_values_that_it_admits():
+    assert [name for name, limit in THRESHOLDS.items() if limit.refusal(limit)] == []
 
 
 def test_a_workload_without_limits_or_checks_says_so():

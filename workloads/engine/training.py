@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -27,7 +28,8 @@ from workloads.engine.tally import Tally
 from workloads.engine.training_config import TrainingConfig
 from workloads.engine.update import Batch, Blocks, Call, Hyper, Trainer, Update
 from workloads.engine.windows import Windows
-from workloads.probes.catalogue import CHECKS, THRESHOLDS, Thresholds
+from workloads.probes.blocks import named_blocks
+from workloads.probes.catalogue import CHECKS, EARLY_CHECKS, THRESHOLDS, Thresholds
 from workloads.probes.health import Health
 from workloads.probes.probe import Look, Probe
 from workloads.probes.standard import standard_probes
@@ -56,6 +58,8 @@ class TrainingWorkload(ABC):
     Config: ClassVar[type[TrainingConfig]]
     metrics: ClassVar[tuple[str, ...]]
     checks: ClassVar[tuple[str, ...]] = tuple(CHECKS)
+    early_checks: ClassVar[tuple[str, ...]] = EARLY_CHECKS
+    causal: ClassVar[bool] = True  # False: a model of tokens that may see all of them and be asked for any
     thresholds: ClassVar[Mapping[str, float]] = THRESHOLDS
 
     @abstractmethod
@@ -75,11 +79,7 @@ class TrainingWorkload(ABC):
 
         A parameter that several parts share belongs to the first of them.
         """
-        blocks: dict[str, list[nn.Parameter]] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                blocks.setdefault(name.partition(".")[0], []).append(parameter)
-        return blocks
+        return named_blocks(model)
 
     def parameter_groups(self, config: Any, model: nn.Module) -> Groups:
         """Parameters by what their optimiser does differently."""
@@ -113,10 +113,14 @@ class TrainingWorkload(ABC):
         yield from with_own_globals(train(self, config, context), context.seed("globals"))
 
     def check(self, config: Any, context: Context) -> Iterator[Finding]:
-        """Small experiments before anything trains: what is wrong under this config; see `workloads.checks`."""
+        """Small experiments before anything trains: the standard ones (see `workloads.checks`), then its own."""
         from workloads.checks.training import check_training  # it imports the engine
 
         yield from check_training(self, config, context)
+
+    def own_checks(self, config: Any, context: Context) -> Iterable[Finding]:
+        """What a workload tries besides; draws from the global generators as it likes."""
+        return ()
 
 
 def train(workload: TrainingWorkload, config: TrainingConfig, context: Context) -> Generator[Report]:
@@ -152,7 +156,9 @@ class Training:
 
     def __post_init__(self) -> None:
         limits = Thresholds.of(self.context.thresholds)
-        self.health = Health(self.workload.probes(self.config, self.model, limits), self.context.finding)
+        self.health = Health((), self.context.finding)
+        own, standard = self.workload.probes, partial(TrainingWorkload.probes, self.workload)
+        self.health.build(*(partial(probes, self.config, self.model, limits) for probes in (own, standard)))
 
     @classmethod
     def begin(cls, workload: TrainingWorkload, config: TrainingConfig, context: Context) -> Training:
@@ -174,7 +180,7 @@ class Training:
         thorough = self.is_reported() or self.step <= 2  # what is wrong from the start is said at once
         with self.tally.timed():
             hyper = {"lr": self.trainer.optimizer.param_groups[0]["lr"], **self.workload.hyper(self.config, self.step)}
-            window = self.draw_window()
+            window, self.trainer.is_watched = self.draw_window(), thorough and bool(self.health.probes)
             with self.health.around(self.step) if thorough else nullcontext():
                 update = self.trainer.update(window, hyper)
             self.health.updated(Look(self.step, update, window, hyper, self.trainer, thorough))
@@ -231,7 +237,7 @@ class Training:
             "evaluated_at": self.evaluated_at,
             "healthy": self.healthy,
             "tally": asdict(self.tally),
-            "health": self.health.state_dict(),
+            "health": self.health.state_dict(self.step),
             "model": self.model.state_dict(),
             "optimizer": self.trainer.optimizer.state_dict(),
             "schedules": [schedule.state_dict() for schedule in self.trainer.schedules],
@@ -243,7 +249,7 @@ class Training:
         """Strictly. Raises RuntimeError for weights that do not fit the model."""
         self.step, self.evaluated_at, self.healthy = state["step"], state["evaluated_at"], state["healthy"]
         self.tally = Tally(**state["tally"])
-        self.health.load_state_dict(state["health"])
+        self.health.load_state_dict(state["health"], self.step)
         self.model.load_state_dict(state["model"], strict=True)
         self.trainer.optimizer.load_state_dict(state["optimizer"])
         for schedule, saved in zip(self.trainer.schedules, state["schedules"], strict=True):

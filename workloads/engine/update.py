@@ -47,7 +47,8 @@ class Update:
     norm of every block and of `total`, unscaled and before the clip. `seen` is what the loss returned beside its value,
     one entry a micro-batch, with the micro-batch's share of the window. `weights` holds, for each micro-batch, what its
     loss counted in the gradient: the gradient that reached it, loss scale included; right is share * `loss_scale`.
-    `left_over` says that gradients of an earlier update were still there when this one began.
+    `left_over` says that gradients of an earlier update were still there when this one began. `applied_norm` is that of
+    what the optimiser was given, unscaled and clipped; NaN if nobody has asked for it.
     """
 
     loss: Tensor
@@ -59,6 +60,7 @@ class Update:
     weights: Sequence[Tensor] = ()
     loss_scale: float = 1.0
     left_over: bool = False
+    applied_norm: float = math.nan
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.parameters = [parameter for block in self.blocks.values() for parameter in block]
         self.weights: list[Tensor] = []
+        self.is_watched = False  # whether `applied_norm` is wanted: it costs another pass over the gradient
 
     def update(self, window: Sequence[Batch], hyper: Hyper) -> Update:
         """Applies the window's gradient once, or not at all when it is not finite."""
@@ -89,11 +92,15 @@ class Trainer:
         loss, seen = self.accumulate(window, self.prepare(self.call, window, hyper))
         norms, clipped = self.unscale_and_clip()
         loss_scale, applied = self.scaler.get_scale(), math.isfinite(norms["total"])
-        if applied:
+        applied_norm = math.nan
+        if applied and self.is_watched:
+            applied_norm = self.watched_step()
+        elif applied:
             self.step()
         self.scaler.update()  # halves the scale after a skipped step; unscale_ has recorded the overflow
         num_nonfinite = count_nonfinite(self.parameters)
-        return Update(loss, norms, applied, clipped, num_nonfinite, seen, self.weights, loss_scale, left_over)
+        beside = (self.weights, loss_scale, left_over, applied_norm)
+        return Update(loss, norms, applied, clipped, num_nonfinite, seen, *beside)
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -132,6 +139,16 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.step_schedules()
 
+    def watched_step(self) -> float:
+        """Steps, and returns the norm of what the optimiser was given: stepping, it may change gradients in place."""
+        seen = [math.nan]
+        look = self.optimizer.register_step_pre_hook(lambda *_: seen.append(total_norm(self.parameters)))
+        try:
+            self.step()
+        finally:
+            look.remove()
+        return seen[-1]
+
     def step_schedules(self) -> None:
         for schedule in self.schedules:
             schedule.step()
@@ -164,6 +181,12 @@ def gradient_norms(blocks: Blocks) -> dict[str, float]:
         start += len(block)
     norms["total"] = math.sqrt(sum(squares))
     return norms
+
+
+def total_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """The norm of all gradients together, as in `gradient_norms`."""
+    gradients = [dense_real(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return math.hypot(*_norms(gradients, torch.float64))
 
 
 def _norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[float]:

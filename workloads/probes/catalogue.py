@@ -6,8 +6,69 @@ A sweep changes a limit with `health: {thresholds: {spike_sigmas: 8}}` and ends 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+NEVER = sys.float_info.max  # what `.inf` in a sweep file becomes, for JSON has no infinity
+
+
+@dataclass(frozen=True)
+class Sense:
+    """Which values a limit may have, in words and in numbers; `is_whole`: a count."""
+
+    words: str
+    least: float = 0.0
+    most: float = NEVER
+    is_whole: bool = False
+
+    def admits(self, value: float) -> bool:
+        is_in_range = self.least <= value <= self.most
+        return is_in_range and (not self.is_whole or value >= NEVER or value % 1 == 0)
+
+
+class Limit(float):
+    """A default that knows which values may stand in its place; see `orchestrator.spec.health.Bounded`."""
+
+    sense: Sense
+
+    @classmethod
+    def of(cls, default: float, sense: Sense) -> Limit:
+        limit = cls(default)
+        limit.sense = sense
+        return limit
+
+    def refusal(self, value: float) -> str:
+        """What would be right, in words; empty if `value` is."""
+        return "" if self.sense.admits(value) else self.sense.words
+
+
+def _limit(default: float, *sense: Any) -> Any:
+    return field(default=default, metadata={"sense": Sense(*sense)})
+
+
+def number(default: float) -> Any:
+    return _limit(default, "a finite number, at least 0", 0.0, NEVER / 2)
+
+
+def ceiling(default: float) -> Any:
+    """What nothing healthy goes beyond."""
+    return _limit(default, "a number, at least 0, or .inf for never")
+
+
+def share(default: float, never: str = "1 for never", least: float = 0.0) -> Any:
+    return _limit(default, f"a share, from {least:g} to 1" + f" ({never})" * bool(never), least, 1.0)
+
+
+def patience(default: float, of: str = "updates", least: int = 1) -> Any:
+    """How long a thing has to last until it is told."""
+    return _limit(default, f"a count of {of}, at least {least}, or .inf for never", float(least), NEVER, True)
+
+
+def window(default: float, least: int) -> Any:
+    """How many updates are kept."""
+    return _limit(default, f"a count of updates, from {least} to 1000000", float(least), 1e6, True)
 
 
 @dataclass(frozen=True)
@@ -15,28 +76,38 @@ class Thresholds:
     """The named limits, each with the reason for its default."""
 
     # Loss. A robust sigma is 1.4826 times the median absolute deviation, which a spike itself cannot inflate.
-    spike_sigmas: float = 6.0  # OLMo's spike score uses 6 standard deviations too
-    spike_window: float = 128.0  # updates that the median is taken over; 128 in OLMo's score
-    spike_excess: float = 0.1  # of the median: an all but constant loss has a sigma of nothing
-    spike_over_worst: float = 2.0  # times the distance of the worst recent value: losses of few rows have long tails
-    plateau_updates: float = 500.0  # two halves of this many updates are compared
-    plateau_gain: float = 0.002  # of the loss: less than this between the halves is a plateau
-    too_good_share: float = 0.1  # of the held-out loss: memorising a small text takes long to get there
+    spike_sigmas: float = ceiling(6.0)  # OLMo's spike score uses 6 standard deviations too
+    spike_window: float = window(128.0, least=8)  # updates that the median is taken over; 128 in OLMo's score
+    spike_excess: float = number(0.1)  # of the median: an all but constant loss has a sigma of nothing
+    spike_over_worst: float = number(2.0)  # times the distance of the worst recent value: few rows have long tails
+    spike_proportion: float = number(3.0)  # times the distance to the limit: beyond it one odd batch is a warning
+    spike_new_level: float = window(16.0, least=1)  # updates beyond the limit in a row: the loss has moved there
+    plateau_updates: float = patience(500.0, least=50)  # two halves of this many updates are compared
+    plateau_gain: float = share(0.002, "")  # of the loss: less than this between the halves is a plateau
+    too_good_share: float = share(0.1, "0 for never")  # of the held-out loss; to learn a small text by heart takes long
+    unshifted_share: float = share(0.9)  # of places asked for their own token; in prose one in thirty repeats the last
+    repeated_rows_share: float = share(0.25)  # of held-out rows, beyond those that repeat as training rows do
     # Gradients and updates.
-    no_gradient_updates: float = 20.0  # an expert or a rare branch may miss a few updates; 20 in a row are no chance
-    update_ratio: float = 0.3  # update / weight, usually 0.001; small models start near 0.1; 0.3 soon forgets all
-    weight_tolerance: float = 0.01  # relative; 16-bit losses round by less, and any real mistake is larger
+    no_gradient_updates: float = patience(20.0)  # an expert or a rare branch may miss a few; 20 in a row are no chance
+    zero_gradient_updates: float = patience(20.0)  # a gradient that is there and 0; rare branches again
+    update_ratio: float = ceiling(0.3)  # update / weight, usually 0.001; small models start near 0.1; 0.3 forgets all
+    update_ratio_grace: float = patience(20.0)  # updates: Adam's first ones are as long as lr allows
+    clip_always_updates: float = patience(100.0)  # a clip is meant for outliers; 100 in a row are the rule
+    weight_tolerance: float = share(0.01, "", 0.001)  # 16-bit losses round by 0.004, and any real mistake is larger
+    slope_tolerance: float = share(0.15, "", 0.05)  # of the loss along its gradient; three times what a kink may do
     # Router.
-    tie_share: float = 0.02  # exact ties; a float32 router has none
-    tie_spacing: float = 0.25  # nats; closer experts are equals anyhow: c_z lets 2 to 18 % tie in bf16, at no loss
-    router_patience: float = 100.0  # updates; many routers start on one expert and spread within some tens of them
-    collapse_share: float = 0.9  # of all tokens choose one expert
-    dropped_share: float = 0.3  # at capacity_factor 1 and random routing about 15 % are dropped
+    tie_share: float = share(0.02)  # exact ties; a float32 router has none
+    tie_spacing: float = ceiling(0.25)  # nats; closer experts are equals: c_z lets 2 to 18 % tie in bf16, at no loss
+    router_patience: float = patience(100.0, least=0)  # many routers start on one expert and spread within some tens
+    dead_router_updates: float = patience(20.0)  # a router's gradient is never exactly 0 while anything reaches it
+    collapse_share: float = share(0.9)  # of all tokens choose one expert
+    dropped_share: float = share(0.3)  # at capacity_factor 1 and random routing about 15 % are dropped
     # Loss scale.
-    scaler_grace_updates: float = 20.0  # the scale starts too high on purpose and is halved until it fits
-    underflow_share: float = 0.2  # of gradient values; healthy toy models lose 0.2 %, and 11 % without a scale
+    scaler_grace_updates: float = patience(20.0)  # the scale starts too high on purpose and is halved until it fits
+    underflow_share: float = share(0.2)  # of gradient values; healthy toy models lose 0.2 %, and 11 % without a scale
+    underflow_looks: float = patience(3.0, "looks")  # in a row; a single batch may have little to teach
     # Memory.
-    unexplained_memory_share: float = 0.2  # of what was predicted
+    unexplained_memory_share: float = ceiling(0.2)  # of what was predicted
 
     @classmethod
     def of(cls, changed: Mapping[str, float]) -> Thresholds:
@@ -83,4 +154,14 @@ CHECKS: Mapping[str, str] = {
 }
 """Every finding of a training workload, by name."""
 
-THRESHOLDS: Mapping[str, float] = asdict(Thresholds())
+EARLY_CHECKS = (
+    *("not_optimized", "future_leaks", "padding_counts", "batch_coupling", "evaluation_data", "evaluation_mode"),
+    *("z_loss", "balance_loss", "check_failed"),
+)
+"""Those that are found before a sweep trains or not at all; the first also by `watch`."""
+
+DEFAULTS = Thresholds()
+THRESHOLDS: Mapping[str, Limit] = {
+    one.name: Limit.of(getattr(DEFAULTS, one.name), one.metadata["sense"]) for one in fields(Thresholds)
+}
+"""Their defaults, each of which knows what may stand in its place."""

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.trial import Finding, Severity
-from workloads.engine.update import gradient_norms
 from workloads.probes.catalogue import Thresholds
 from workloads.probes.probe import Look, Probe, listed
 
 SAMPLED_VALUES = 2**20  # of a block, when its update is held against its weights: a copy of more costs memory
-ALWAYS = 100  # clipped updates in a row
 
 
 def misweighed(
@@ -55,9 +53,9 @@ def _listed(values: Sequence[float]) -> str:
 def wrongly_clipped(
     before: float, applied: float, clip_norm: float | None, tolerance: float, step: int | None
 ) -> Iterator[Finding]:
-    """The norm of the gradient that was applied, against that of the unscaled gradient, clipped."""
+    """The norm of the gradient that was applied, against that of the unscaled gradient, clipped; NaN was not seen."""
     due = before if clip_norm is None else min(before, clip_norm)
-    if not math.isfinite(due) or abs(applied - due) <= tolerance * due:
+    if not math.isfinite(due) or math.isnan(applied) or abs(applied - due) <= tolerance * due:
         return
     message = f"the applied gradient has norm {applied:.3g}; {before:.3g} clipped to {clip_norm} is {due:.3g}"
     advice = "unscale the gradient first (scaler.unscale_), then clip it, then step; once an update"
@@ -76,6 +74,8 @@ class UpdateProbe(Probe):
     def updated(self, look: Look) -> Iterator[Finding]:
         self.num_updates += 1
         self.num_applied += look.update.applied
+        if self.num_updates == 1 < look.step:  # it was not there from the start: where the schedule stands is believed
+            self.num_applied = max((schedule.last_epoch for schedule in look.trainer.schedules), default=0)
         self.num_clipped = self.num_clipped + 1 if look.update.clipped else 0
         if look.update.left_over:
             message = "the gradient of the update before was still there when this one began: it is applied again"
@@ -84,9 +84,9 @@ class UpdateProbe(Probe):
         for schedule in look.trainer.schedules:
             if schedule.last_epoch != self.num_applied:
                 yield self._out_of_step(look.step, schedule.last_epoch)
-        if self.num_clipped == ALWAYS:
+        if self.num_clipped == self.thresholds.clip_always_updates:
             norm, clip_norm = look.update.norms["total"], look.trainer.clip_norm
-            message = f"the clip acted on the last {ALWAYS} updates; the gradient's norm is {norm:.3g}"
+            message = f"the clip acted on the last {self.num_clipped} updates; the gradient's norm is {norm:.3g}"
             advice = "lr alone sets the length of every update now: raise clip_norm, or read grad/preclip/total"
             yield Finding("clip_always", Severity.INFO, message, advice, look.step, norm, clip_norm)
         if look.thorough:
@@ -97,10 +97,8 @@ class UpdateProbe(Probe):
         if look.update.loss_scale > 0:  # a scale that was halved until it was nothing: another finding's matter
             counted = [weight / look.update.loss_scale for weight in _floats(look.update.weights)]
             yield from misweighed(counted, [share for share, _ in look.update.seen], tolerance, look.step)
-        if look.update.applied:
-            applied = gradient_norms(look.trainer.blocks)["total"]
-            before, clip_norm = look.update.norms["total"], look.trainer.clip_norm
-            yield from wrongly_clipped(before, applied, clip_norm, tolerance, look.step)
+        before, clip_norm = look.update.norms["total"], look.trainer.clip_norm
+        yield from wrongly_clipped(before, look.update.applied_norm, clip_norm, tolerance, look.step)
 
     def _out_of_step(self, step: int, stands_at: int) -> Finding:
         message = f"after {self.num_applied} applied updates the schedule stands at {stands_at}"
@@ -122,6 +120,7 @@ class GradientProbe(Probe):
     thresholds: Thresholds
     model: nn.Module
     blocks: Mapping[str, Sequence[nn.Parameter]]
+    num_updates: int = field(init=False, default=0)  # that it has looked for a gradient at
     never: list[str] | None = field(init=False, default=None)  # parameters that have not received a gradient so far
     zero_for: dict[str, int] = field(init=False, default_factory=dict)  # block -> updates in a row
     num_too_large: int = field(init=False, default=0)  # thorough looks in a row
@@ -133,15 +132,17 @@ class GradientProbe(Probe):
         self._ratios: dict[str, float] = {}
 
     def around(self, step: int) -> AbstractContextManager[Any]:
+        """Keeps the weights as they are before the update."""
         self._before = {name: sampled(one).clone() for name, one in self._matrices.items()}
         return nullcontext()
 
     def updated(self, look: Look) -> Iterator[Finding]:
         if self.never is None or self.never:
             yield from self._without_gradient(look.step)
-        zero = [name for name, norm in look.update.norms.items() if norm == 0]
-        if zero or self.zero_for:
-            yield from self._zero(look.step, [name for name in zero if self._has_gradient(name)])
+        norms = look.update.norms
+        if self.zero_for or 0.0 in norms.values():
+            zero = [name for name, norm in norms.items() if norm == 0 and self._has_gradient(name)]
+            yield from self._zero(look.step, zero)
         if self._before:
             after = {name: sampled(one) for name, one in self._matrices.items()}
             self._ratios, self._before = update_ratios(self._before, after), {}
@@ -155,10 +156,11 @@ class GradientProbe(Probe):
         """What has received one once is in the graph: an expert that no token chose for a while is not cut off."""
         absent = [name for name, parameter in self._named if parameter.grad is None]
         self.never = [name for name in absent if self.never is None or name in self.never]
-        limit = self.thresholds.no_gradient_updates
-        if self.never and step >= limit:
+        self.num_updates += 1
+        if self.never and self.num_updates >= self.thresholds.no_gradient_updates:
             message = (
-                f"{listed(self.never)}: no gradient in {limit:.0f} updates; the loss does not depend on what is there"
+                f"{listed(self.never)}: no gradient in {self.num_updates} updates; the loss does not depend on what is "
+                "there"
             )
             advice = "look for detach(), no_grad(), or a part that is never called; freeze it if that is meant"
             yield Finding("no_gradient", Severity.ERROR, message, advice, step, float(len(self.never)), 0.0)
@@ -166,11 +168,12 @@ class GradientProbe(Probe):
     def _zero(self, step: int, zero: Sequence[str]) -> Iterator[Finding]:
         """A gradient that is there and exactly zero; not the same as none, and not the same as a small one."""
         self.zero_for = {name: self.zero_for.get(name, 0) + 1 for name in zero}
-        limit = self.thresholds.no_gradient_updates
+        limit = self.thresholds.zero_gradient_updates
         if dead := [name for name, count in self.zero_for.items() if count >= limit]:
+            count = max(self.zero_for.values())
             message = f"{listed(dead)}: the gradient was exactly zero in {limit:.0f} updates"
             advice = "a saturated or cut-off part, a factor of zero, or underflow: nothing there is learned"
-            yield Finding("zero_gradient", Severity.WARNING, message, advice, step, 0.0)
+            yield Finding("zero_gradient", Severity.WARNING, message, advice, step, float(count), limit)
 
     def _has_gradient(self, block: str) -> bool:
         return any(one.grad is not None for one in self.blocks.get(block, [one for _, one in self._named]))
@@ -178,7 +181,7 @@ class GradientProbe(Probe):
     def _too_large(self, look: Look) -> Iterator[Finding]:
         limit, ratio = self.thresholds.update_ratio, self._ratios.get("total", 0.0)
         self.num_too_large = self.num_too_large + 1 if math.isfinite(ratio) and ratio > limit else 0
-        if self.num_too_large >= 2 and look.step > self.thresholds.no_gradient_updates:
+        if self.num_too_large >= 2 and look.step > self.thresholds.update_ratio_grace:
             message = f"an update is {ratio:.3g} times as long as the weights it changes"
             yield Finding("update_too_large", Severity.WARNING, message, "lower lr", look.step, ratio, limit)
 
@@ -191,14 +194,14 @@ def largest_matrices(blocks: Mapping[str, Sequence[nn.Parameter]]) -> Iterator[t
 
 
 def sampled(parameter: Tensor) -> Tensor:
-    return parameter.detach().flatten()[:SAMPLED_VALUES]
+    values = parameter.detach()
+    return values if values.numel() <= SAMPLED_VALUES else values.flatten()[:SAMPLED_VALUES]
 
 
 def update_ratios(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, float]:
     """Length of the update over that of the weights, by block and in `total`; a block of zeros has none."""
     olds, moves = list(before.values()), torch._foreach_sub([after[name] for name in before], list(before.values()))
-    norms = torch.stack([*torch._foreach_norm(moves, 2, torch.float64), *torch._foreach_norm(olds, 2, torch.float64)])
-    squares = norms.square().view(2, -1)  # of the update, of the weights
-    pairs = dict(zip(before, squares.t().tolist(), strict=True))
-    pairs["total"] = squares.sum(-1).tolist()
-    return {name: math.sqrt(moved / length) for name, (moved, length) in pairs.items() if length > 0}
+    norms = torch.stack(torch._foreach_norm([*moves, *olds], 2, torch.float64)).tolist()  # one transfer
+    pairs = dict(zip(before, zip(norms[: len(olds)], norms[len(olds) :], strict=True), strict=True))
+    pairs["total"] = math.hypot(*norms[: len(olds)]), math.hypot(*norms[len(olds) :])
+    return {name: moved / length for name, (moved, length) in pairs.items() if length > 0}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from orchestrator.trial import Finding, Severity
 from workloads.probes.probe import Look, Probe
 
 PROBE_FAILED = "probe_failed"
+PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass
@@ -28,83 +28,141 @@ class Health:
     failed: list[str] = field(default_factory=list)  # probes that are no longer asked
     news: bool = False
 
-    @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """What the probes put around an update that is looked at thoroughly; what that raises itself passes through."""
-        with ExitStack() as stack:
-            for probe in self._working():
-                if type(probe).around is not Probe.around:  # most put nothing around it
-                    stack.enter_context(self._around(probe, step))
-            yield
+    def build(self, *makers: Callable[[], Iterable[Probe]]) -> None:
+        """The probes are those of the first maker that does not fail."""
+        for make in makers:
+            try:
+                self.probes = list(make())
+                return
+            except Exception as error:
+                advice = "training goes on, under the standard probes at most; look at `probes` of the workload"
+                self._note(f"the probes could not be built: {_told(error)}", advice)
 
-    @contextmanager
-    def _around(self, probe: Probe, step: int) -> Iterator[None]:
-        """The probe's context, in which only what the probe itself does is guarded."""
-        own = ExitStack()
-        self._try(probe, step, lambda: own.enter_context(probe.around(step)))
+    def around(self, step: int) -> AbstractContextManager[Any]:
+        """What the probes put around an update that is looked at thoroughly; what that raises itself passes through."""
+        stack = ExitStack()
+        for probe in self._working():
+            if type(probe).around is not Probe.around:  # most put nothing around it
+                self._enter(stack, probe, step)
+        return stack
+
+    def _enter(self, stack: ExitStack, probe: Probe, step: int) -> None:
+        """Enters the probe's context, in which only what the probe itself does is guarded."""
         try:
-            yield
-        finally:
-            self._try(probe, step, own.close)
+            context = probe.around(step)
+            if not isinstance(context, nullcontext):
+                own = ExitStack()
+                own.enter_context(context)
+                stack.callback(self._leave, own, probe, step)
+        except Exception as error:
+            self._failed(probe, step, error)
+
+    def _leave(self, own: ExitStack, probe: Probe, step: int) -> None:
+        try:
+            own.close()
+        except Exception as error:
+            self._failed(probe, step, error)
 
     def updated(self, look: Look) -> None:
         for probe in self._working():
-            try:  # plain, since this is done at every update
+            try:
                 for finding in probe.updated(look):
-                    self.found(finding)
+                    self.found(finding, probe)
             except Exception as error:
                 self._failed(probe, look.step, error)
 
     def reported(self, step: int, metrics: Mapping[str, float]) -> None:
         for probe in self._working():
-            self._try(probe, step, partial(self._hear, probe, step, metrics))
+            try:
+                for finding in probe.reported(step, metrics):
+                    self.found(finding, probe)
+            except Exception as error:
+                self._failed(probe, step, error)
 
     def measured(self, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for probe in self._working():
-            self._try(probe, step, partial(self._gather, probe, metrics))
+            try:
+                metrics.update(probe.measured())
+            except Exception as error:
+                self._failed(probe, step, error)
         return metrics
 
-    def _hear(self, probe: Probe, step: int, metrics: Mapping[str, float]) -> None:
-        for finding in probe.reported(step, metrics):
-            self.found(finding)
+    def found(self, finding: Finding, probe: Probe | None = None) -> None:
+        """Says a finding unless its check has said as much before: once a severity, worse things again.
 
-    def _gather(self, probe: Probe, metrics: dict[str, float]) -> None:
-        metrics.update(probe.measured())
-
-    def found(self, finding: Finding) -> None:
-        """Says a finding unless its check has said as much before: once a severity, worse things again."""
-        subject = finding.message if finding.check_name == PROBE_FAILED else finding.check_name  # each probe may fail
+        Of two probes of a class, which look at different things, each says its own; and each probe may fail.
+        """
+        subject = finding.message if finding.check_name == PROBE_FAILED else finding.check_name
+        if probe is not None and (place := self._place(probe)) > 1:
+            subject = f"{subject} {place}"
         if finding.severity.rank <= self.said.get(subject, -1):
             return
         self.said[subject] = finding.severity.rank
         self.news = True
         self.say(finding)
 
-    def state_dict(self) -> dict[str, Any]:
-        probes = {_name(probe): probe.state_dict() for probe in self.probes}
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What to go on with after `step`, in plain values; of a probe that has others nothing is kept."""
+        probes = {}
+        for probe in self._working():
+            try:
+                probes[self._name(probe)] = plain(probe.state_dict())
+            except Exception as error:
+                self._failed(probe, step, error)
         return {"said": dict(self.said), "failed": list(self.failed), "probes": probes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.said, self.failed = dict(state["said"]), list(state["failed"])
-        for probe in self.probes:
-            probe.load_state_dict(state["probes"].get(_name(probe), {}))
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """A probe whose state does not fit begins anew."""
+        self.said, self.failed = {**self.said, **state["said"]}, list(state["failed"])
+        for probe in self._working():
+            try:
+                self._load(probe, state["probes"].get(self._name(probe), {}), step)
+            except Exception as error:
+                self._failed(probe, step, error)
+
+    def _load(self, probe: Probe, state: Mapping[str, Any], step: int) -> None:
+        fresh = plain(probe.state_dict())
+        try:
+            probe.load_state_dict(state)
+        except Exception as error:
+            message = f"what {self._name(probe)} knew at the checkpoint does not fit: {_told(error)}"
+            self._note(message, "it began anew there; was its code changed?", step)
+            probe.load_state_dict(fresh)
 
     def _working(self) -> Sequence[Probe]:
-        return [probe for probe in self.probes if _name(probe) not in self.failed] if self.failed else self.probes
-
-    def _try(self, probe: Probe, step: int, ask: Callable[[], Any]) -> None:
-        try:
-            ask()
-        except Exception as error:
-            self._failed(probe, step, error)
+        return [probe for probe in self.probes if self._name(probe) not in self.failed] if self.failed else self.probes
 
     def _failed(self, probe: Probe, step: int, error: Exception) -> None:
         """Whatever a probe raises ends the probe and not the run: it came to watch."""
-        self.failed.append(_name(probe))
-        message = f"{_name(probe)} failed and watches no more: {type(error).__name__}: {error}"
-        self.found(Finding(PROBE_FAILED, Severity.WARNING, message, "training went on; please report it", step))
+        name = self._name(probe)
+        self.failed.append(name)
+        self._note(f"{name} failed and watches no more: {_told(error)}", "training went on; please report it", step)
+
+    def _note(self, message: str, advice: str, step: int | None = None) -> None:
+        self.found(Finding(PROBE_FAILED, Severity.WARNING, message, advice, step))
+
+    def _name(self, probe: Probe) -> str:
+        """Its class, and of several of a class which one: `RouterProbe`, `RouterProbe 2`."""
+        place = self._place(probe)
+        return type(probe).__name__ + f" {place}" * (place > 1)
+
+    def _place(self, probe: Probe) -> int:
+        """Among the probes of its class's name, from 1 on."""
+        kin = [one for one in self.probes if type(one).__name__ == type(probe).__name__]
+        return next((place for place, one in enumerate(kin, 1) if one is probe), 1)
 
 
-def _name(probe: Probe) -> str:
-    return type(probe).__name__
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def plain(value: Any) -> Any:
+    """A copy of `value`. Raises TypeError for what is no plain value, which no checkpoint gives back."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    raise TypeError(f"a state holds {type(value).__name__}; plain values can be kept")

@@ -14,8 +14,6 @@ from workloads.engine.update import dense_real
 from workloads.probes.catalogue import Thresholds
 from workloads.probes.probe import Look, Probe
 
-IN_A_ROW = 3  # thorough looks with much underflow; a single batch may have little to teach
-
 
 @dataclass
 class LossScaleProbe(Probe):
@@ -59,7 +57,7 @@ class LossScaleProbe(Probe):
         self.shares = {"grad/underflow_share": underflow, "grad/overflow_share": overflow}
         limit = self.thresholds.underflow_share
         self.num_lost = self.num_lost + 1 if underflow > limit else 0
-        if self.num_lost >= IN_A_ROW:
+        if self.num_lost >= self.thresholds.underflow_looks:
             message = f"{underflow:.0%} of the gradient's values, scaled by {scale:g}, were too small for float16"
             advice = "raise the loss scale: a scaler that starts at 65536 keeps most; or use a bf16 precision"
             yield Finding("gradient_underflow", Severity.WARNING, message, advice, step, underflow, limit)

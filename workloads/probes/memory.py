@@ -9,7 +9,7 @@ reported there. Models that are compiled, or that call torch.func's gradients, c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -56,11 +56,12 @@ class MemoryProbe(Probe):
         self._largest: Mapping[str, int] = {}
         self._metrics: dict[str, float] = {}
 
+    def around(self, step: int) -> AbstractContextManager[Any]:
+        return nullcontext() if self.is_over else self._counted()
+
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        if self.is_over:
-            yield
-            return
+    def _counted(self) -> Iterator[None]:
+        """Keeps an account of an update."""
         reset_peak(self.model)
         self._kept = self._begin()
         with ExitStack() as hooks:

@@ -33,7 +33,7 @@ class Probe:
     """Watches one thing. What a subclass declares with `field(init=False)` is its state, in plain values."""
 
     def around(self, step: int) -> AbstractContextManager[Any]:
-        """Entered before the update of `step` where it is looked at thoroughly, left after it."""
+        """Entered before the update of `step` where it is looked at thoroughly, left after it; a `nullcontext` not."""
         return nullcontext()
 
     def updated(self, look: Look) -> Iterable[Finding]:
@@ -52,6 +52,9 @@ class Probe:
         return {one.name: getattr(self, one.name) for one in fields(self) if not one.init}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for the state of another probe, or of this one in another version; nothing is taken."""
+        if state.keys() != self.state_dict().keys():
+            raise ValueError(f"a state of {', '.join(state) or 'nothing'}, not of {', '.join(self.state_dict())}")
         for name, value in state.items():
             setattr(self, name, value)
 

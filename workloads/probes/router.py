@@ -22,6 +22,7 @@ from workloads.probes.probe import Look, Probe
 
 ENOUGH = 16  # an expert that is due so many assignments of a window goes without any by chance in e^-16 of windows
 ENOUGH_LOGITS = 64  # that all of so many lie on a coarser grid is no accident
+FLOAT16_BITS = 11  # of a number, the leading 1 included; bfloat16 has 8
 CAST_ADVICE = "cast the router's input, weight and logits to float32 explicitly, autocast off around it"
 LOSS_ROUNDINGS = 4  # operations of the loss in float32, each off by half a unit of the last place
 TERM_TOLERANCE = 1e-5  # relative: the terms are sums of float32 numbers, here of float64; they differ by 2e-7
@@ -45,21 +46,23 @@ class RouterProbe(Probe):
     assignments: float = field(init=False, default=0.0)  # due in this window; 0 where it was not looked at
 
     def updated(self, look: Look) -> Iterator[Finding]:
-        yield from self._without_gradient(look)
+        if self.zero_for or 0.0 in look.update.norms.values():
+            yield from self._without_gradient(look)
         self.assignments = 0.0
-        if not look.thorough or not math.isfinite(look.update.loss):  # NaN chooses experts at random
+        if not look.thorough or not math.isfinite(loss := float(look.update.loss)):  # NaN chooses experts at random
             return
         seen = [self.parts(seen) for _, seen in look.update.seen]
         layers = [list(routings) for routings in zip(*(routings for _, routings in seen), strict=True)]
         windows = [joined(routings) for routings in layers]  # the valid tokens of all micro-batches
+        chosen = [choices(window) for window in windows]
         self.assignments = float(sum(window.experts_BK.numel() for window in windows))
         task = sum(share * float(loss) for (share, _), (loss, _) in zip(look.update.seen, seen, strict=True))
-        yield from self._auxiliary(look, float(look.update.loss) - task, layers, windows)
-        for layer, window in enumerate(windows):
-            if len(window.logits_BE):
+        yield from self._auxiliary(look, loss - task, layers, windows, chosen)
+        for layer, (window, choice) in enumerate(zip(windows, chosen, strict=True)):
+            if choice.num_tokens:
                 yield from self._dtype(window, layer, look.step)
                 yield from self._constant_weights(window, layer, look.step)
-                yield from self._choices(window, layer, look.step)
+                yield from self._choices(window, choice, layer, look.step)
 
     def reported(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
         """Each assignment counts once: shares add up to 1, and no more is carried out than was asked for."""
@@ -76,14 +79,15 @@ class RouterProbe(Probe):
     def _without_gradient(self, look: Look) -> Iterator[Finding]:
         zero = [name for name, norm in look.update.norms.items() if name.startswith("router") and norm == 0]
         self.zero_for = {name: self.zero_for.get(name, 0) + 1 for name in zero}
-        limit = self.thresholds.no_gradient_updates
+        limit = self.thresholds.dead_router_updates
         dead = [name for name, count in self.zero_for.items() if count >= limit]
         if dead and self.num_experts > self.k:
             message = (
                 f"{', '.join(dead)}: the gradient was exactly zero in {limit:.0f} updates; nothing is learned there"
             )
             advice = "set renormalize: false for k: 1, or look for a detach() between router and loss"
-            yield Finding("dead_router", Severity.ERROR, message, advice, look.step, 0.0, 0.0)
+            num_updates = float(max(self.zero_for.values()))
+            yield Finding("dead_router", Severity.ERROR, message, advice, look.step, num_updates, limit)
 
     def _dtype(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
         if wrong := wrong_dtypes(window, self.promise):
@@ -105,11 +109,16 @@ class RouterProbe(Probe):
             yield Finding("dead_router", Severity.ERROR, message, "set renormalize: false", step, 1.0, 1.0)
 
     def _auxiliary(
-        self, look: Look, added: float, layers: Sequence[Sequence[Routing]], windows: Sequence[Routing]
+        self,
+        look: Look,
+        added: float,
+        layers: Sequence[Sequence[Routing]],
+        windows: Sequence[Routing],
+        chosen: Sequence[Choices],
     ) -> Iterator[Finding]:
         """What the loss adds to the task's, against alpha * balance + c_z * z by their definitions."""
         alpha, c_z = float(look.hyper["alpha"]), float(look.hyper["c_z"])
-        evenness = alpha * sum(balance_by_definition(window) for window in windows) if alpha else 0.0
+        evenness = alpha * sum(balance_by_definition(choice) for choice in chosen) if alpha else 0.0
         z = c_z * sum(z_by_definition(window.logits_BE) for window in windows) if c_z else 0.0
         due = evenness + z
         tolerance = (
@@ -131,24 +140,27 @@ class RouterProbe(Probe):
         advice = "balance: E * sum f_i P_i, z: mean of squared log-sum-exp, both over valid tokens of the window, once"
         yield Finding("auxiliary_loss", Severity.ERROR, message, advice, look.step, added, due)
 
-    def _choices(self, window: Routing, layer: int, step: int) -> Iterator[Finding]:
+    def _choices(self, window: Routing, seen: Choices, layer: int, step: int) -> Iterator[Finding]:
         """What is wrong with who was chosen, if it stays so."""
-        seen = choices(window, self.k, self.num_experts)
-        yield from self._ties(seen, layer, step)
+        yield from self._ties(window, seen, layer, step)
         yield from self._collapsed(seen, layer, step)
         yield from self._dead(seen, layer, step)
         yield from self._dropped(seen, layer, step)
 
-    def _ties(self, seen: Choices, layer: int, step: int) -> Iterator[Finding]:
+    def _ties(self, window: Routing, seen: Choices, layer: int, step: int) -> Iterator[Finding]:
         """Ties that hide a difference: experts a hair apart are equals to the router too, whoever is chosen."""
-        limit = self.thresholds.tie_share
-        if self._lasts("ties", layer, seen.ties > limit and seen.spacing >= self.thresholds.tie_spacing, step):
+        limit, apart = self.thresholds.tie_share, self.thresholds.tie_spacing
+        epsilon = torch.finfo(window.logits_BE.dtype).eps
+        may_tie = seen.largest * epsilon >= apart  # that is as far as neighbours are apart, or up to twice as far
+        share = float(tie_share(window.logits_BE, self.k)) if may_tie else 0.0
+        spaced = float(spacing(window.logits_BE.detach().abs().amax())) if share > limit else 0.0
+        if self._lasts("ties", layer, spaced >= apart and share > limit, step):
             message = (
-                f"layer {layer}: {seen.ties:.1%} of tokens tie exactly between the last expert chosen and the next; "
-                f"the largest logits are rounded to {seen.spacing:.3g}"
+                f"layer {layer}: {share:.1%} of tokens tie exactly between the last expert chosen and the next; "
+                f"the largest logits are rounded to {spaced:.3g}"
             )
             advice = "use precision: bf16-selective (a float32 router), or c_z from the first update on"
-            yield Finding("router_ties", Severity.WARNING, message, advice, step, seen.ties, limit)
+            yield Finding("router_ties", Severity.WARNING, message, advice, step, share, limit)
 
     def _collapsed(self, seen: Choices, layer: int, step: int) -> Iterator[Finding]:
         share, limit = max(seen.load) / seen.num_tokens, self.thresholds.collapse_share
@@ -187,31 +199,37 @@ class RouterProbe(Probe):
 
 
 class Choices(NamedTuple):
-    """Who was chosen in a window: `load` counts each expert's assignments, `spacing` is that of the largest logit."""
+    """Who was chosen in a window. `load` counts each expert's assignments, `likely` are its mean probabilities."""
 
     num_tokens: int
     load: list[float]
-    ties: float
-    spacing: float
+    likely: list[float]
     dropped: float
+    largest: float  # of the logits' magnitudes
 
 
-def choices(window: Routing, k: int, num_experts: int) -> Choices:
-    load_E = torch.bincount(window.experts_BK.flatten(), minlength=num_experts).double()
-    ties, apart = tie_share(window.logits_BE, k).double(), spacing(window.logits_BE.abs().amax())
-    dropped = 1 - window.kept_BK.double().mean()
-    values = torch.cat([load_E, torch.stack([ties, apart, dropped])]).tolist()  # one transfer
-    return Choices(len(window.logits_BE), values[:-3], *values[-3:])
-
-
-def balance_by_definition(window: Routing) -> float:
-    """E * sum f_i P_i over the tokens given, in float64; see `workloads.layers.router.load_balance_loss`."""
-    num_experts = window.logits_BE.shape[-1]
-    share_E = torch.bincount(window.experts_BK.flatten(), minlength=num_experts).double() / max(
-        window.experts_BK.numel(), 1
+@torch.no_grad()
+def choices(window: Routing) -> Choices:
+    """What is needed of a window, in one transfer. Sums are taken in float64."""
+    num_tokens, num_experts = window.logits_BE.shape
+    if not num_tokens:
+        return Choices(0, [0.0] * num_experts, [0.0] * num_experts, 0.0, 0.0)
+    parts = (
+        torch.bincount(window.experts_BK.flatten(), minlength=num_experts),
+        window.probabilities_BE.sum(0, dtype=torch.float64),
+        window.kept_BK.sum().unsqueeze(0),
+        torch.linalg.vector_norm(window.logits_BE, math.inf).unsqueeze(0),
     )
-    mean_E = window.probabilities_BE.detach().double().sum(0) / max(len(window.probabilities_BE), 1)
-    return float(num_experts * share_E @ mean_E)
+    values = torch.cat(parts).tolist()  # in float64, the widest among them
+    load, likely, (kept, largest) = values[:num_experts], values[num_experts:-2], values[-2:]
+    dropped = 1 - kept / window.kept_BK.numel()
+    return Choices(num_tokens, load, [one / num_tokens for one in likely], dropped, largest)
+
+
+def balance_by_definition(seen: Choices) -> float:
+    """E * sum f_i P_i, in float64; see `workloads.layers.router.load_balance_loss`."""
+    asked = max(sum(seen.load), 1.0)
+    return len(seen.load) * sum(load / asked * likely for load, likely in zip(seen.load, seen.likely, strict=True))
 
 
 def z_by_definition(logits_BE: Tensor) -> float:
@@ -238,6 +256,9 @@ def coarser_grid(logits_BE: Tensor) -> str | None:
     """The 16-bit format that holds every one of many float32 logits exactly, if there is one."""
     logits_BE = logits_BE[:ENOUGH_LOGITS]  # a rounding spares no token
     if logits_BE.dtype != torch.float32 or logits_BE.numel() < ENOUGH_LOGITS:
+        return None
+    first = logits_BE[0].tolist()  # of a healthy router it tells: no more is compared
+    if any(math.frexp(logit)[0] * 2**FLOAT16_BITS % 1 for logit in first):
         return None
     if bool(logits_BE.amin() == logits_BE.amax()):  # all zero at the start, or all lost in an offset
         return None
