@@ -279,6 +279,15 @@ def test_who_is_told_may_fail_without_harm_to_the_loop_and_may_end_the_watch(cap
     assert ended.health.step == 2
 
 
+def test_where_somebody_removes_a_hook_no_look_takes_an_old_gradient_for_its_own():
+    loop = Loop(clip_norm=None).watched(every=1, clip_norm=math.inf).run(5)
+    loop.optimizer._optimizer_step_pre_hooks.clear()
+    loop.run(5)
+    metrics = loop.health.metrics()
+    assert metrics["grad/applied/total"] == metrics["grad/preclip/total"]  # nothing stands between them
+    assert loop.health.findings == []
+
+
 def test_closing_removes_every_hook():
     loop = Loop().watched(every=1).run(3)
     loop.health.close()

@@ -33,7 +33,9 @@ ROWS = torch.randint(0, 17, (64, 8), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., tuple[Trainer, HealthCallback]]:
-    def run(spoil: Callable[[nn.Module], Any] = nn.Module.train, watches: bool = True, **settings: Any) -> Any:
+    def run(
+        spoil: Callable[[nn.Module], Any] = nn.Module.train, watches: bool = True, runs: bool = True, **settings: Any
+    ) -> Any:
         rows = [{"input_ids": row, "labels": row} for row in ROWS]
         data = {"train_dataset": rows} | {name: settings.pop(name) for name in list(settings) if "dataset" in name}
         torch.manual_seed(0)
@@ -50,7 +52,8 @@ def trained(tmp_path: Path) -> Callable[..., tuple[Trainer, HealthCallback]]:
             **data,
             callbacks=[callback] if watches else [],
         )
-        trainer.train()
+        if runs:
+            trainer.train()
         return trainer, callback
 
     return run
@@ -103,6 +106,47 @@ def test_a_model_that_learns_its_rows_by_heart_is_named_by_the_trainers_own_eval
     _, healthy = trained(eval_strategy="steps", eval_steps=22, eval_dataset=held_out)
     assert healthy.findings == []
     assert healthy.health.metrics()["val/loss"] > 0
+
+
+RAGGED = [
+    {"input_ids": row, "labels": row.masked_fill(torch.arange(8) > place % 8, -100)} for place, row in enumerate(ROWS)
+]
+WINDOWS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "logging_steps": 1}
+
+
+@pytest.mark.parametrize("max_steps", [8, 9])  # the ninth window is of one row, the end of the data
+def test_the_loss_of_an_update_is_the_trainers_own_however_its_micro_batches_count(
+    trained: Callable[..., Any], max_steps: int
+):
+    trainer, callback = trained(max_steps=max_steps, train_dataset=[*RAGGED, RAGGED[7]], **WINDOWS)
+    own = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    assert callback.health.metrics()["train/loss"] == pytest.approx(own[-1], rel=1e-5)  # float32, summed otherwise
+
+
+def test_losses_of_many_micro_batches_are_not_too_good(trained: Callable[..., Any]):
+    settings = {**WINDOWS, "gradient_accumulation_steps": 12, "max_steps": 3}  # a part is a twelfth of the loss
+    evaluation = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": RAGGED[:8]}
+    _, callback = trained(**settings, **evaluation)
+    assert callback.findings == []
+
+
+def test_a_callback_that_is_used_again_after_a_training_that_raised_counts_once(trained: Callable[..., Any]):
+    calls = iter(range(10**6))
+
+    def break_once(model: Any) -> None:
+        def count(head: Any, inputs: Any, logits: Any) -> None:
+            if next(calls) == 7:
+                raise RuntimeError("no such kernel")
+
+        model.lm_head.register_forward_hook(count)
+
+    trainer, callback = trained(break_once, runs=False)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        trainer.train()
+    trainer.train()
+    measured = callback.health.metrics()
+    assert measured["time/tokens_per_second"] * measured["time/step_seconds"] == pytest.approx(2 * 2 * 8)
+    assert not trainer.model._forward_hooks
 
 
 def test_without_the_library_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

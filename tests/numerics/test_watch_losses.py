@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from orchestrator.trial import Finding, Severity
 from tests.numerics.watched_loop import Loop, Net, adamw, findings_of, names, nothing, sgd
@@ -80,6 +81,60 @@ def test_gradients_cleared_between_micro_batches_are_named_and_a_batch_that_is_t
             loop.backward(step, nothing)
         loop.update(step, nothing)
     assert loop.health.findings == []
+
+
+def trained_by_hand(step: Callable[[Net, Callable[[], Tensor]], None], clears_to_none: bool = True) -> list[Finding]:
+    """Findings of 12 updates; `step` leaves a gradient, of losses that are handed over before their backward pass."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = sgd(model)
+    with watch(model, optimizer, every=1, on_finding=nothing) as health:
+        for _ in range(12):
+            rows = torch.randn(8, 4)
+
+            def loss(rows: Tensor = rows) -> Tensor:
+                optimizer.zero_grad(set_to_none=clears_to_none)
+                value = (model(rows) - rows.sum(-1, keepdim=True)).square().mean()
+                health.loss(value)
+                return value
+
+            step(model, loss)
+            optimizer.step()
+    return health.findings
+
+
+def climb_first(model: Net, loss: Callable[[], Tensor]) -> None:
+    """Sharpness-aware minimisation (Foret et al., 2021): the gradient at the worst place nearby."""
+    loss().backward()
+    climbs = [0.05 * one.grad for one in model.parameters()]
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), climbs)
+    loss().backward()
+    with torch.no_grad():
+        torch._foreach_sub_(list(model.parameters()), climbs)
+
+
+def add_up_by_hand(model: Net, loss: Callable[[], Tensor]) -> None:
+    """As gradient surgery does it: each task's gradient by itself, and what is made of them in their place."""
+    parts = []
+    for _ in range(2):
+        loss().backward()
+        parts.append([one.grad.clone() for one in model.parameters()])
+    for parameter, *gradients in zip(model.parameters(), *parts, strict=True):
+        parameter.grad = sum(gradients) / 2
+
+
+def forget_the_first(model: Net, loss: Callable[[], Tensor]) -> None:
+    loss().backward()
+    loss().backward()
+
+
+@pytest.mark.parametrize("clears_to_none", [True, False])
+def test_a_gradient_that_was_used_before_it_was_cleared_is_not_lost(clears_to_none: bool):
+    assert trained_by_hand(climb_first, clears_to_none) == []
+    assert trained_by_hand(add_up_by_hand, clears_to_none) == []
+    (finding,) = trained_by_hand(forget_the_first, clears_to_none)
+    assert (finding.check_name, finding.severity) == ("accumulation_weights", Severity.ERROR)
 
 
 def test_an_adversarys_cleared_gradients_are_not_those_of_the_watchs_own_losses():

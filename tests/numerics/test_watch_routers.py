@@ -5,12 +5,15 @@ Axes: B tokens, D width, E experts.
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from orchestrator.trial import Finding, Severity
@@ -168,6 +171,73 @@ def test_logits_that_are_not_finite_enter_no_statistic():
     health, findings = gated(Mixture(lambda logits_BE: logits_BE * torch.nan), updates=3)
     assert not any(name.startswith("router/") for name in health.metrics())
     assert "probe_failed" not in names(findings)
+
+
+def test_a_copy_of_a_watched_model_is_not_watched_and_a_saved_one_loads_without_the_watch():
+    def logits_of(copies: Callable[[nn.Module], Any]) -> tuple[dict[str, float], list[Finding]]:
+        torch.manual_seed(0)
+        mixture = Mixture()
+        optimizer = torch.optim.SGD(mixture.parameters(), lr=1e-2)
+        with watch(mixture, optimizer, routers={"gate": mixture.gate}, k=1, every=1, on_finding=nothing) as health:
+            teacher = copies(mixture)
+            for step in range(3):
+                optimizer.zero_grad()
+                for micro_BD in rows_of(step):
+                    teacher(100 * micro_BD)
+                    (mixture(micro_BD) - micro_BD.flip(-1)).square().mean().backward()
+                optimizer.step()
+        return {name: one for name, one in health.metrics().items() if name.startswith("router/")}, health.findings
+
+    alone = logits_of(lambda mixture: same)
+    assert alone[1] == []
+    assert logits_of(copy.deepcopy) == logits_of(AveragedModel) == logits_of(saved_and_loaded) == alone
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"workloads.probes" not in file.getvalue()
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+UNFIT: dict[str, tuple[Callable[[Tensor], Any], int, str]] = {
+    "a dict": (lambda logits_BE: {"logits": logits_BE}, 1, "a dict"),
+    "nothing": (lambda logits_BE: None, 1, "a NoneType"),
+    "an empty tuple": (lambda logits_BE: (), 1, "a tuple"),
+    "one number an expert": (lambda logits_BE: logits_BE[0], 1, r"shape (4,)"),
+    "choices": (lambda logits_BE: logits_BE.topk(2).indices, 1, "int64"),
+    "too few experts": (same, 5, "k=5 of its 4 experts"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_router_whose_output_is_no_logits_is_named_and_the_watch_goes_on(name: str):
+    returns, k, words = UNFIT[name]
+
+    class Odd(nn.Module):
+        def forward(self, logits_BE: Tensor) -> Any:
+            return returns(logits_BE)
+
+    class Beside(nn.Module):
+        """A gate of its own kind beside a healthy mixture."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture, self.odd = Mixture(), Odd()
+
+        def forward(self, hidden_BD: Tensor) -> Tensor:
+            self.odd(hidden_BD[:, :NUM_EXPERTS])
+            return self.mixture(hidden_BD)
+
+    model = Beside()
+    routers = {"odd": model.odd} | ({"gate": model.mixture.gate} if k == 1 else {})
+    health, findings = trained(model, updates=6, routers=routers, k=k)
+    (finding,) = findings
+    assert (finding.check_name, finding.severity, finding.step) == ("probe_failed", Severity.WARNING, 1)
+    assert "of odd are not seen" in finding.message
+    assert words in finding.message
+    assert health.step == 6
+    assert ("router/z" in health.metrics()) == (k == 1)  # of the other one
 
 
 class Ours(nn.Module):

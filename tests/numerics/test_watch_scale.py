@@ -120,13 +120,34 @@ def test_clips_of_parts_and_divisions_by_hand_are_notes_that_name_no_scaler_as_t
     assert findings_of(Loop(clip_norm=None, spoil=each)) == []
 
 
+def test_noise_after_the_clip_is_a_note_and_a_missing_clip_an_error():
+    def make_private(step: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad += 0.3 * torch.randn_like(parameter)
+
+    (finding,) = findings_of(Loop(clip_norm=0.1, spoil=make_private), clip_norm=0.1)
+    assert (finding.check_name, finding.severity) == ("clip_order", Severity.INFO)
+    assert finding.value > finding.threshold
+    assert "noise" in finding.advice
+    (finding,) = findings_of(Loop(clip_norm=None), clip_norm=0.1)
+    assert (finding.check_name, finding.severity) == ("clip_order", Severity.ERROR)
+
+
+@pytest.mark.parametrize("clip_norm", [7.8125, 0.09766])  # times the scale 8000 and 100, to which nobody clips
+def test_a_clip_that_is_round_only_by_chance_when_it_is_scaled_is_healthy(clip_norm: float):
+    loop = Loop(scale=1024.0, clip_norm=clip_norm, factor=1e4)
+    assert findings_of(loop, every=1) == []
+    assert loop.health.metrics()["grad/clipped_share"] == 1.0
+
+
 def test_a_clip_before_a_scaler_that_was_not_handed_over_is_named_all_the_same():
     findings = findings_of(Loop(scale=2.0**16, clips_first=True, clip_norm=0.1), scaler=None, clip_norm=0.1)
     assert [(one.check_name, one.severity) for one in findings] == [("clip_order", Severity.ERROR)]
     assert "65536" in findings[0].message
 
 
-def test_one_scaler_of_two_optimisers_skips_for_neither_twice():
+@pytest.mark.parametrize("steps_first", [0, 1])
+def test_one_scaler_of_two_optimisers_skips_for_the_one_whose_gradient_is_infinite(steps_first: int):
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
     optimizers = [sgd(part) for part in model]
@@ -141,8 +162,10 @@ def test_one_scaler_of_two_optimisers_skips_for_neither_twice():
             scaler.scale(part(torch.randn(8, 4)).square().mean()).backward()
         if step in (25, 26):
             model[0].weight.grad.fill_(math.inf)
-        for optimizer in optimizers:
+        for optimizer in optimizers if steps_first == 0 else reversed(optimizers):
             scaler.step(optimizer)
         scaler.update()
     assert names(watches[0].findings) == ["scaler_skips"]
     assert watches[1].findings == []
+    assert [one.metrics()["scaler/skipped_steps"] for one in watches] == [2.0, 0.0]
+    assert [one.step for one in watches] == [30, 30]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from orchestrator.trial import Finding, Severity
 from workloads.probes.catalogue import Thresholds
-from workloads.probes.probe import Look, Probe
+from workloads.probes.probe import Look, Probe, listed_numbers
 from workloads.probes.watched import WatchedUpdate, watched
 
+LARGEST_CLIP = 50  # hardly anybody clips a gradient to more
 CLIP_TOLERANCE = 0.25  # relative; torch's own clip takes norms in float32, on a CPU wrong by per cents
 SAME = 1e-3  # relative; norms that a clip or a scale has made equal differ by rounding only
 SMALLEST_SCALE = 8  # powers of two below it are also a mean over a few processes, or micro-batches
@@ -73,9 +74,13 @@ class AppliedProbe(Probe):
         if is_near(applied, due, CLIP_TOLERANCE):
             return
         message = f"the applied gradient has norm {applied:.3g}; {before:.3g} clipped to {clip_norm:g} is {due:.3g}"
-        if applied > due:
-            advice = "clip all parameters by their common norm, once an update, after the last backward pass"
+        if is_near(applied, before, SAME):
+            advice = "it was not clipped: clip all parameters by their common norm, after the last backward pass"
             yield Finding("clip_order", Severity.ERROR, message, advice, step, applied, due)
+        elif applied > due:
+            advice = "nothing to do if the loop adds noise, or clips each layer by itself: clip_norm= is that of one"
+            advice += " clip over all; else clip once an update, after its last backward pass"
+            yield Finding("clip_order", Severity.INFO, message, advice, step, applied, due)
         elif not self.knows_scale and hidden_scale(clip_norm, applied, SAME):
             message += f": clipped, and then divided by {clip_norm / applied:.0f}"
             yield self._clip_order(message, Severity.ERROR, step, applied, due)
@@ -140,7 +145,9 @@ class CountedProbe(Probe):
     def _told(self, update: WatchedUpdate, step: int) -> Finding:
         counted, factor = update.counted, self._factor(update)
         assert factor is not None
-        message = f"the losses handed over count {_listed(counted)} in the gradient, neither 1 each nor 1 together"
+        message = (
+            f"the losses handed over count {listed_numbers(counted)} in the gradient, neither 1 each nor 1 together"
+        )
         advice = "hand over the loss that backward() starts from; if it is that, look for a factor in between"
         if not all(is_near(count, counted[0], self.thresholds.weight_tolerance) for count in counted):
             return Finding("accumulation_weights", Severity.WARNING, message, advice, step, sum(counted), 1.0)
@@ -162,8 +169,8 @@ def is_near(value: float, due: float, tolerance: float) -> bool:
 
 
 def is_round(value: float) -> bool:
-    """True for numbers that people clip to: one digit and zeros."""
-    return is_near(value, float(f"{value:.0e}"), SAME)
+    """True for numbers that people clip to: one digit and zeros, not too large."""
+    return value <= LARGEST_CLIP * (1 + SAME) and is_near(value, float(f"{value:.0e}"), SAME)
 
 
 def hidden_scale(before: float, applied: float, tolerance: float = 1e-6) -> float | None:
@@ -172,7 +179,3 @@ def hidden_scale(before: float, applied: float, tolerance: float = 1e-6) -> floa
         return None
     power = math.log2(before / applied)
     return 2.0 ** round(power) if abs(power - round(power)) < tolerance else None
-
-
-def _listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values[:6]) + (", ..." if len(values) > 6 else "")

@@ -30,10 +30,12 @@ class Arrivals:
     guarded: Callable[[Callable[[], None]], None]
     norms: dict[Tensor, Tensor] = field(init=False, default_factory=dict)  # as they arrive: scaled; float64
     passes: list[int] = field(init=False, default_factory=list)  # backward passes whose gradients are there
-    lost: list[int] = field(init=False, default_factory=list)  # those whose gradients were cleared before the step
+    lost: list[int] = field(init=False, default_factory=list)  # those whose gradients were cleared, and did nothing
     handles: list[RemovableHandle] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        self._left: Tensor | None = None  # the witness's gradient as the last pass left it
+        self._version = 0  # of the witness at that time
         for parameter in self.parameters:
             self.handles.append(parameter.register_post_accumulate_grad_hook(self._after))  # type: ignore[no-untyped-call]
         for parameter in self.had_gradient | ({self.witness} if self.witness is not None else set()):
@@ -52,7 +54,8 @@ class Arrivals:
             return
         self.had_gradient.discard(parameter)
         if is_witness and bool(self.norms.get(parameter, torch.zeros(())) > 0):  # one of zeros looks cleared always
-            self.lost, self.passes = self.lost + self.passes, []
+            is_unused = parameter._version == self._version  # else it has moved the weights before it was cleared
+            self.lost, self.passes = self.lost + self.passes * is_unused, []
 
     def _after(self, parameter: Tensor) -> None:
         self.guarded(lambda: self._note(parameter))
@@ -62,6 +65,12 @@ class Arrivals:
         self.norms[parameter] = torch.linalg.vector_norm(dense_real(parameter.grad), dtype=torch.float64)
         if parameter is self.witness:
             self.passes.append(torch._C._current_graph_task_id())
+            self._left, self._version = parameter.grad, parameter._version
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if the loop has put another gradient in the witness's place: it may be made of those it has cleared."""
+        return self.witness is not None and self.witness.grad is not self._left
 
     @property
     def left_over(self) -> bool:

@@ -19,13 +19,15 @@ from workloads.layers.router import Routing
 from workloads.layers.router_metrics import router_metrics, spacing, to_floats
 from workloads.probes.arrivals import Arrivals
 from workloads.probes.catalogue import Thresholds
+from workloads.probes.hooks import Hook
 from workloads.probes.memory import is_backward
 from workloads.probes.probe import Look, Probe
 from workloads.probes.router import RouterProbe, choices, coarser_grid
 from workloads.probes.watched import watched
 
 UNKNOWN = ("router/dropped_share", "router/assignments")  # what becomes of a choice is the loop's own matter
-CAST_ADVICE = "nothing to do if that is meant; else compute the logits in float32, autocast off around them"
+FLOAT32_ADVICE = "nothing to do if that is meant; else compute the logits in float32, autocast off around them"
+OUTPUT_ADVICE = "routers= takes modules whose output, or the first of several, is logits; k= of them a token chooses"
 
 
 @dataclass
@@ -35,6 +37,7 @@ class HeardRouters:
     routers: Mapping[str, tuple[nn.Module, int]]
     guarded: Callable[[Callable[[], None]], None]
     logits: dict[str, list[Tensor]] = field(init=False, default_factory=dict)
+    unfit: dict[str, str] = field(init=False, default_factory=dict)  # by router, in words: outputs that are no logits
     handles: list[RemovableHandle] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -48,12 +51,16 @@ class HeardRouters:
             handle.remove()
         self.handles, self.logits, self._routings = [], {}, None
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: self.guarded(lambda: self._keep(name, module, output))
+    def _hook(self, name: str) -> Hook:
+        return Hook(lambda module, inputs, output: self.guarded(lambda: self._keep(name, module, output)))
 
     def _keep(self, name: str, module: nn.Module, output: Any) -> None:
-        if module.training and not is_backward():  # not evaluation, and nothing that is recomputed
-            logits = output if isinstance(output, Tensor) else output[0]
+        if not module.training or is_backward():  # evaluation, or recomputed
+            return
+        logits = output[0] if isinstance(output, tuple | list) and output else output
+        if words := unfit(logits, self.routers[name][1]):
+            self.unfit[name] = words
+        else:
             self.logits.setdefault(name, []).append(logits.detach().flatten(0, -2).clone())
 
     def routings(self) -> dict[str, Routing]:
@@ -66,6 +73,15 @@ class HeardRouters:
                 if len(logits_BE) and bool(logits_BE.isfinite().all())
             }
         return self._routings
+
+
+def unfit(logits: Any, k: int) -> str:
+    """What makes this no logits of experts of which `k` are chosen, in words; empty if nothing does."""
+    if not isinstance(logits, Tensor):
+        return f"its output is a {type(logits).__name__}"
+    if not logits.is_floating_point() or logits.dim() < 2:
+        return f"its output is of {str(logits.dtype).removeprefix('torch.')} and of shape {tuple(logits.shape)}"
+    return f"k={k} of its {logits.shape[-1]} experts cannot be chosen" if k > logits.shape[-1] else ""
 
 
 def routing_of(logits_BE: Tensor, k: int) -> Routing:
@@ -95,8 +111,12 @@ class ForeignRouter(RouterProbe):
 
     name: str = ""
     heard: Callable[[], Mapping[str, Routing]] = dict
+    unfit: Mapping[str, str] = field(default_factory=dict)
 
     def updated(self, look: Look) -> Iterator[Finding]:
+        if words := self.unfit.get(self.name):
+            message = f"the choices of {self.name} are not seen: logits [..., experts] are due, but {words}"
+            yield Finding("probe_failed", Severity.WARNING, message, OUTPUT_ADVICE, look.step)
         for finding in self._seen(look):
             yield replace(finding, message=finding.message.replace("layer 0", self.name))
 
@@ -118,10 +138,10 @@ class ForeignRouter(RouterProbe):
         if logits_BE.dtype.itemsize < 4:
             message = f"the logits of {self.name} are in {str(logits_BE.dtype).removeprefix('torch.')}"
             message += f": the largest are {apart:.3g} apart"
-            yield Finding("router_dtype", Severity.INFO, message, CAST_ADVICE, step, apart)
+            yield Finding("router_dtype", Severity.INFO, message, FLOAT32_ADVICE, step, apart)
         elif (grid := coarser_grid(logits_BE)) is not None:
             message = f"the logits of {self.name} are in float32, and {grid} holds all of them exactly: they were"
-            yield Finding("router_dtype", Severity.WARNING, message + " rounded before", CAST_ADVICE, step)
+            yield Finding("router_dtype", Severity.WARNING, message + " rounded before", FLOAT32_ADVICE, step)
 
 
 @dataclass
@@ -144,7 +164,7 @@ def foreign_routers(heard: HeardRouters, thresholds: Thresholds) -> list[Foreign
     """A probe for each router; how many experts there are is seen at the first look."""
     nobodys = POLICIES["fp32"]  # which dtype is meant is not known, and not asked
     return [
-        ForeignRouter(thresholds, nobodys, k, 0, _no_parts, name, heard.routings)
+        ForeignRouter(thresholds, nobodys, k, 0, _no_parts, name, heard.routings, heard.unfit)
         for name, (_, k) in heard.routers.items()
     ]
 

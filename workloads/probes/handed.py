@@ -70,12 +70,16 @@ class HandedLosses:
 class Pace:
     """Time and tokens from look to look, by the clock, whatever the loop does besides; the first ends a warm-up."""
 
-    num_tokens: int = 0
+    num_tokens: Tensor | float = 0
     looked_at: tuple[float, int] | None = None
+
+    def count(self, num_tokens: Tensor | float) -> None:
+        """A tensor's value is read at the look: a GPU is not waited for."""
+        self.num_tokens = self.num_tokens + (num_tokens.detach() if isinstance(num_tokens, Tensor) else num_tokens)
 
     def taken(self, step: int) -> dict[str, float]:
         before, self.looked_at = self.looked_at, (time.perf_counter(), step)
-        num_tokens, self.num_tokens = self.num_tokens, 0
+        num_tokens, self.num_tokens = float(self.num_tokens), 0
         if before is None or step <= before[1]:
             return {}
         seconds = self.looked_at[0] - before[0]

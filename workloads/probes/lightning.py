@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workloads.probes.watch import WatchingCallback, watch
+from workloads.probes.watch import WatchingCallback
 
 LOSSES = ("train/loss", "val/loss")
 HELD_OUT = ("val_loss", "val/loss")  # what modules usually log it as
@@ -42,8 +42,7 @@ class HealthCallback(WatchingCallback, pl.Callback):  # type: ignore[misc,name-d
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         found = {"scaler": scaler, "clip_norm": clip_norm_of(trainer, pl_module)}
-        self.health = watch(pl_module, trainer.optimizers[0], **{**found, **self.watching})
-        self.health.step = trainer.global_step  # a resumed training goes on counting
+        self.begin(pl_module, trainer.optimizers[0], trainer.global_step, **found)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.health:
@@ -60,11 +59,10 @@ class HealthCallback(WatchingCallback, pl.Callback):  # type: ignore[misc,name-d
             self.health.held_out(trainer.callback_metrics[name])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.health:
-            self.health.close()
+        self.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+        self.end()
 
 
 def clip_norm_of(trainer: Any, pl_module: Any) -> float | None:

@@ -100,10 +100,10 @@ class Looks:
         self.arrivals = Arrivals(parameters, had_gradient, witness, self.guarded)
         self.routers.listen()
 
-    def hand(self, loss: Tensor | float, num_tokens: int) -> None:
+    def hand(self, loss: Tensor | float, num_tokens: Tensor | float) -> None:
         ran_back = self.witness.ran_back or bool(self.arrivals.norms)
         self.losses.hand(loss, self.step, self.has_stepped, ran_back)
-        self.pace.num_tokens += num_tokens
+        self.pace.count(num_tokens)
         if self.arrivals.handles:
             self.losses.hear(loss)
 
@@ -141,6 +141,7 @@ class Looks:
         update = self._describe()
         self.health.updated(Look(self.step, update, (), {}, self._trainer, thorough=True))
         self._measure(update)
+        self._applied, self._was_unscaled = None, True  # the next step's own, if its hook is still there
         self.witness.choose(self.arrivals)
         self.survey()
 
@@ -185,7 +186,8 @@ class Looks:
         In a closure losses are tried, not added up; a skipped update's count nothing by right; and processes that share
         a training may each weigh its own.
         """
-        pairs, lost = self.losses.take_counted(scale), set(self.arrivals.lost)
+        pairs = self.losses.take_counted(scale)
+        lost = set() if self.arrivals.is_replaced else set(self.arrivals.lost)
         if self._applied is None or self._num_skipped or is_shared():
             return [], 0
         there = [count for number, count in pairs if number not in lost]

@@ -1,12 +1,15 @@
 """Tells from a loss scaler which updates it skipped: they never reach the optimiser. Sets no scale.
 
 A fused optimiser is called at a skip too, and skips by itself: it has been told by a tensor, which is read at a look.
+Of several optimisers under one scaler, a skip of another one's is told from this one's own where both take part in each
+of the scaler's rounds; in a round without this one, a fall of the scale counts as its own.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ class ScaleSeries:
     def __post_init__(self) -> None:
         self._fates: list[tuple[float | None, bool | Tensor]] = []
         self._before = self._state()
+        self._round: Any = None  # what the scaler knew of its optimisers at this one's last step
 
     def _state(self) -> tuple[float, int]:
         """The scale, and how many updates have been applied since it last changed."""
@@ -43,15 +47,28 @@ class ScaleSeries:
         grows = before[1] + 1 >= self.scaler.get_growth_interval()
         due = before[0] * (self.scaler.get_growth_factor() if grows else 1.0)
         scale, num = self._before[0], 0
+        if scale < due and self._another_overflowed():
+            due = before[0] * self.scaler.get_backoff_factor()
         if 0 < scale < due:
             backoffs = math.log(due / scale) / -math.log(self.scaler.get_backoff_factor())
             num = round(backoffs) if abs(backoffs - round(backoffs)) < BY_HAND else 0
         self._fates += [(due * self.scaler.get_backoff_factor() ** skip, False) for skip in range(num)]
         return num
 
+    def _another_overflowed(self) -> bool:
+        """True if the scale falls in the very round in which this optimiser has stepped: then for another's gradient.
+
+        The scaler drops what it knows of a round at the end of it, and begins anew.
+        """
+        if self._round is None or self._round is self.scaler._per_optimizer_states:
+            return False
+        states, self._round = self._round.values(), None
+        return any(bool(overflow) for state in states for overflow in state["found_inf_per_device"].values())
+
     def stepped(self) -> None:
         """The optimiser was called."""
         if self.scaler.is_enabled():
+            self._round = self.scaler._per_optimizer_states
             overflow: Tensor | None = getattr(self.optimizer, "found_inf", None)
             self._fates.append((self._before[0], True) if overflow is None else (None, overflow))
 

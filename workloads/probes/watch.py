@@ -1,17 +1,10 @@
 """Watches anybody's training loop from hooks of the model and the optimiser. Changes no number and no line of it.
 
     health = watch(model, optimizer)  # with a GradScaler: scaler=scaler
-    ...  # the loop as it was: forward, backward, clip, step, zero_grad
-    health.loss(loss)  # if you like: of each micro-batch, or of each update; best before its backward pass
+    ...  # the loop as it was
     print(health.findings, health.metrics())
 
-An update is what ends in `optimizer.step()`, or is skipped by the scaler before. Every `every`-th is looked at, and so
-are the first two. Norms are those of the gradient that the last backward pass before the step has left, without the
-scaler's factor and before any clip. Where processes share the training, hooks come before their average: norms are then
-those at the step, after the clip.
-
-Not seen: optimisers that step within the backward pass, and parameters trained in another way than by `.grad`. Several
-optimisers of one model take one watch each, told apart by `blocks`.
+What it sees, what it costs and what it cannot see: docs/health.md, "In a loop of your own".
 """
 
 from __future__ import annotations
@@ -25,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orchestrator.trial import Finding, Severity
+from orchestrator.trial import Finding, Severity, told
 from workloads.engine.update import Blocks
 from workloads.probes import asked
 from workloads.probes.asked import Asked
@@ -60,20 +53,27 @@ def watch(
     clip is told. `blocks` are the only parameters that are watched, by name. `routers` are modules by name whose output
     (the first, of several) is logits [..., experts], of which a token chooses `k`; a model's own `Router`s are found.
     `memory` asks for what one forward pass keeps for the backward pass, by block. What `on_finding` raises is logged,
-    and what the watch raises ends the watch. Raises TypeError or ValueError for arguments that make no sense.
+    and what the watch raises ends the watch. Raises TypeError or ValueError for arguments that make no sense, all at
+    once.
     """
-    asked.checked_parts(model, optimizer, scaler, on_finding)
-    if memory and hasattr(model, "_orig_mod"):
-        raise ValueError("memory=True: a compiled model cannot be looked into; watch it once before it is compiled")
+    blocks = asked.with_lists(blocks)
+    asked.refuse(
+        asked.wrong_parts(model, optimizer, scaler, on_finding),
+        asked.wrong_numbers(every, clip_norm, k),
+        asked.wrong_blocks(blocks, model, optimizer),
+        asked.wrong_routers(routers, k, model),
+        asked.wrong_memory(memory, model),
+        asked.wrong_thresholds(thresholds),
+    )
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     wanted = Asked(
         scaler or torch.amp.GradScaler(enabled=False),
-        asked.checked_every(every),
-        asked.checked_clip_norm(clip_norm),
-        asked.checked_blocks(blocks),
-        asked.checked_routers(model, routers, k),
+        int(every),
+        None if clip_norm is None else float(clip_norm),
+        blocks,
+        dict(asked.chosen_routers(model, routers, k)),
         memory,
-        asked.checked_thresholds(thresholds or {}),
+        asked.limits(thresholds),
         on_finding,
     )
     return Watch(model, optimizer, wanted)
@@ -108,23 +108,24 @@ class Watch:
     def step(self, step: int) -> None:
         self._looks.step = step
 
-    def loss(self, loss: Tensor | float, tokens: int = 0) -> None:
+    def loss(self, loss: Tensor | float, tokens: Tensor | float = 0) -> None:
         """Hands over the loss of a micro-batch or of an update, a scalar, and of how many tokens it is, if you like.
 
         It is what backward() starts from, as it is or before it is divided by the number of micro-batches. Only of a
-        loss that is handed over before its backward pass is it seen what it counts. Raises ValueError for other shapes.
+        loss that is handed over before its backward pass is it seen what it counts. Raises TypeError for what is no
+        real number, ValueError for several.
         """
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ValueError(f"loss: a scalar is due, this has shape {tuple(loss.shape)}; loss.mean(), perhaps")
+        value, num_tokens = asked.scalar("loss", loss), asked.scalar("tokens", tokens)
         self._num_since_step += 1
-        self._guarded(lambda: self._looks.hand(loss, tokens))
+        self._guarded(lambda: self._looks.hand(value, num_tokens))
         if self._num_since_step % LOSSES_WITHOUT_STEP == 0:
             self._guarded(self._looks.catch_up)
             self._tell()
 
     def held_out(self, loss: Tensor | float) -> None:
-        """Hands over a loss of data that is not trained on, to be held against the training loss."""
-        self._guarded(lambda: self._looks.hear_held_out(float(loss)))
+        """Hands over a loss of data that is not trained on, to be held against the training loss. Raises as `loss`."""
+        value = asked.scalar("held_out", loss)
+        self._guarded(lambda: self._looks.hear_held_out(float(value)))
         self._tell()
 
     def metrics(self) -> dict[str, float]:
@@ -154,7 +155,7 @@ class Watch:
             act()
         except Exception as error:
             self._is_open = False
-            message = f"the watch failed and sees no more: {type(error).__name__}: {error}"
+            message = f"the watch failed and sees no more: {told(error)}"
             advice = "the loop goes on; please report it"
             self._untold.append(Finding("probe_failed", Severity.WARNING, message, advice, self.step))
 
@@ -190,6 +191,16 @@ class WatchingCallback:
     def __init__(self, **watching: Any) -> None:
         self.watching = watching
         self.health: Watch | None = None
+
+    def begin(self, model: nn.Module, optimizer: Optimizer, step: int, **found: Any) -> None:
+        """Watches from `step` on, with what the trainer knows; what it was told by hand goes first."""
+        self.health = watch(model, optimizer, **{**found, **self.watching})
+        self.health.step = step  # a resumed training goes on counting
+
+    def end(self) -> None:
+        """Once or again; findings stay."""
+        if self.health:
+            self.health.close()
 
     @property
     def findings(self) -> list[Finding]:

@@ -30,11 +30,11 @@ WAIT = (
 class WatchedUpdate(Update):
     """An update of somebody else's loop: `applied_norm` is that of the gradient the optimiser was given, unscaled.
 
-    `losses` are those that became known since the last look: (update, mean
-    over its micro-batches); `fates` are (update, loss scale, applied). `counted` is what the losses of this update
-    counted in its gradient, `num_lost` how many of them count nothing since their gradient was cleared before the step.
-    `given_scale` is what the gradients that lie there behind the step are multiplied by, against the backward pass's: a
-    fused optimiser takes its scale out of them too.
+    `losses` are those that became known since the last look: (update, mean over its micro-batches); `fates` are
+    (update, loss scale, applied). `counted` is what the losses of this update counted in its gradient, `num_lost` how
+    many of them count nothing since their gradient was cleared before the step. `given_scale` is what the gradients
+    that lie there behind the step are multiplied by, against the backward pass's: a fused optimiser takes its scale out
+    of them too.
     """
 
     given_scale: float = 1.0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workloads.probes.hooks import Hook
 from workloads.probes.memory import MemoryProbe, default_sections
 
 
@@ -28,8 +29,8 @@ class WatchedMemory(MemoryProbe):
         super().__post_init__()
         self._hooks = ExitStack()
         self._handles = [
-            self.model.register_forward_pre_hook(self._begin_call, prepend=True),
-            self.model.register_forward_hook(self._end_call, always_call=True),
+            self.model.register_forward_pre_hook(Hook(self._begin_call), prepend=True),
+            self.model.register_forward_hook(Hook(self._end_call), always_call=True),
         ]
 
     def around(self, step: int) -> AbstractContextManager[Any]:
@@ -42,7 +43,7 @@ class WatchedMemory(MemoryProbe):
     def _begin_count(self, inputs: tuple[Any, ...]) -> None:
         self._kept = self._begin()
         for name, module in default_sections(self.model).items():
-            self._hooks.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
+            self._hooks.callback(module.register_forward_pre_hook(Hook(partial(self._enter, name))).remove)
         self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, self._give_back))
         self._enter("input", self.model, inputs)
 
