@@ -14,14 +14,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.trial import Finding, Params, Severity
+from orchestrator.trial import Finding, Params, Severity, as_finding, line_of, told
 from orchestrator.workload import describe, stream_seed
 
 if TYPE_CHECKING:  # the process that only waits need not load it
@@ -60,7 +60,7 @@ def run_checks(
     answers: list[Answer | None] = [None] * len(configs)
     waiting = deque(enumerate(configs))
     idle: list[_Process] = []
-    busy: dict[Connection, tuple[int, _Process]] = {}
+    busy: dict[int, _Process] = {}
     num_processes = min(NUM_PROCESSES, os.cpu_count() or 1)
     deadline = time.monotonic() + budget_s
     try:
@@ -69,28 +69,34 @@ def run_checks(
                 process = idle.pop() if idle else _Process(slow_s)
                 index, params = waiting.popleft()
                 process.ask(workload, params, thresholds)
-                busy[process.connection] = (index, process)
+                busy[index] = process
             if not busy:  # the time was over between the two looks at the clock
                 break
-            oldest = min(process.asked_at for _, process in busy.values())
-            ready = set(wait(list(busy), timeout=max(0.0, oldest + limit_s - time.monotonic())))
-            for connection, (index, process) in list(busy.items()):
-                if connection not in ready and process.seconds < limit_s:
-                    continue
-                heard = process.hear() if connection in ready else process.too_slow()
+            for index, heard in _next_words(busy, limit_s):
                 if isinstance(heard, str):
                     slow(index, heard)
                     continue
-                answers[index] = heard
-                del busy[connection]
+                answers[index], process = heard, busy.pop(index)
                 idle += [process] if process.is_alive else []
     finally:
-        left = (*idle, *(process for _, process in busy.values()))
+        left = (*idle, *busy.values())
         for process in left:
             process.kill()
         for process in left:  # only now: a second Ctrl-C may come while we wait
             process.join()
     return answers
+
+
+def _next_words(busy: Mapping[int, _Process], limit_s: float) -> Iterator[tuple[int, Answer | str]]:
+    """Waits until one of the processes says something or has had its time; then what each such one has to say."""
+    oldest = min(process.asked_at for process in busy.values())
+    connections = [process.connection for process in busy.values()]
+    ready = set(wait(connections, timeout=max(0.0, oldest + limit_s - time.monotonic())))
+    for index, process in list(busy.items()):
+        if process.connection in ready:
+            yield index, process.hear()
+        elif process.seconds >= limit_s:
+            yield index, process.too_slow()
 
 
 class _Process:
@@ -113,7 +119,7 @@ class _Process:
 
     def ask(self, *question: Any) -> None:
         self.asked_at, self._where = time.monotonic(), ""
-        with suppress(BrokenPipeError):  # it died meanwhile: `answer` says so
+        with suppress(BrokenPipeError):  # it died meanwhile: `hear` says so
             self.connection.send(question)
 
     def hear(self) -> Answer | str:
@@ -188,7 +194,7 @@ def _where(thread: int) -> str:
     """`check_cleared (my_lab.py:37)`: which check a thread is in, and at which line."""
     frames = traceback.extract_stack(sys._current_frames()[thread])
     names = [frame.name for frame in frames if CHECK.fullmatch(frame.name)]
-    return f"{names[-1] if names else 'what comes before its checks'} ({_line(frames[-1])})"
+    return f"{names[-1] if names else 'what comes before its checks'} ({line_of(frames[-1])})"
 
 
 def _check(name: str, params: Params, thresholds: Mapping[str, float]) -> Answer:
@@ -203,7 +209,7 @@ def _check(name: str, params: Params, thresholds: Mapping[str, float]) -> Answer
             context.finding(finding)
     except (Exception, SystemExit) as error:  # the boundary between the user's code and ours
         failed = True
-        findings.append(_failed(f"it raised {_told(error)}"))
+        findings.append(_failed(f"it raised {told(error)}"))
     return Answer(tuple(findings), time.monotonic() - started, failed)
 
 
@@ -248,35 +254,11 @@ class _Context:
         return np.random.default_rng(self.seed(stream))
 
     def finding(self, finding: Finding) -> None:
-        self.findings.append(_plain(finding))
+        self.findings.append(as_finding(finding))
 
     def artifact(self, path: Path, name: str | None = None) -> None:
         """There is no run to store it with."""
 
 
-def _plain(finding: Finding) -> Finding:
-    """With Python's own numbers: unpickling one of torch's would import torch over there."""
-
-    def number(value: Any) -> float | None:
-        return None if value is None else float(value)
-
-    return replace(
-        finding,
-        severity=Severity(finding.severity),
-        step=None if finding.step is None else int(finding.step),
-        value=number(finding.value),
-        threshold=number(finding.threshold),
-    )
-
-
 def _failed(why: str) -> Finding:
     return Finding("check_failed", Severity.WARNING, f"the check itself failed: {why}", "its trials were not checked")
-
-
-def _told(error: BaseException) -> str:
-    """`ValueError: no rows (my_lab.py:37)`, where it was raised."""
-    return f"{type(error).__name__}: {error} ({_line(traceback.extract_tb(error.__traceback__)[-1])})"
-
-
-def _line(frame: traceback.FrameSummary) -> str:
-    return f"{Path(frame.filename).name}:{frame.lineno}"

@@ -151,7 +151,11 @@ def _checked(spec: SweepSpec, observer: Observer) -> list[Finding]:
     """
     if not spec.preflight:
         return []
-    result = preflight(spec, observer.said)
+    try:
+        result = preflight(spec, observer.said)
+    except KeyboardInterrupt:
+        observer.said("preflight: interrupted; nothing was started")
+        raise
     if not result.answers:
         return []
     for line in result.remarks():

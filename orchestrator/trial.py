@@ -5,16 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
+import re
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 Params = Mapping[str, Any]
 
 OWN_CHECKS = ("checkpoint", "metric_name", "probe_failed", "unread_field")
 """What orch itself may find about a trial, whatever its workload."""
+
+OWN_EARLY_CHECKS = ("check_failed", "not_checked")
+"""What orch itself may find about a sweep before it trains. Ends no trial."""
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line ends
 
 
 class TrialState(StrEnum):
@@ -81,13 +90,44 @@ class Report:
 
 
 def storable(text: str) -> str:
-    """The text without what PostgreSQL cannot hold: NUL and lone surrogates are spelled out."""
-    return text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode()
+    """The text without what PostgreSQL cannot hold or a terminal would obey.
+
+    Control characters, NUL among them, and lone surrogates are spelled out; tabs and line ends stay.
+    """
+    spelled = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return spelled.encode("utf-8", "backslashreplace").decode()
+
+
+def real(name: str, value: Any) -> float:
+    """`value` as Python's own float; numbers of numpy or torch count. Raises TypeError, with the name, for others."""
+    if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise TypeError(f"{name} is {value!r:.100}, not a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise TypeError(f"{name} is not a number: {error}") from error
+
+
+def whole(name: str, value: Any) -> int:
+    """`value` as Python's own int; integers of numpy or torch count.
+
+    Raises TypeError for anything else and ValueError for one beyond 64 bits, with the name.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} is {value!r:.100}, not a whole number") from error
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} does not fit into 64 bits")
+    return number
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something a probe or a check saw."""
+    """Something a probe or a check saw, in plain values that anybody can store.
+
+    Raises TypeError or ValueError, with the field's name, for what is no text, number or severity.
+    """
 
     check_name: str
     severity: Severity
@@ -98,8 +138,34 @@ class Finding:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("check_name", "message", "advice"):
-            object.__setattr__(self, name, storable(getattr(self, name)))
+        plain: dict[str, Any] = {name: _text(name, getattr(self, name)) for name in ("check_name", "message", "advice")}
+        plain["severity"] = _severity(self.severity)
+        plain["step"] = None if self.step is None else whole("a finding's step", self.step)
+        for name in ("value", "threshold"):
+            given = getattr(self, name)
+            plain[name] = None if given is None else real(f"a finding's {name}", given)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+
+
+def _text(name: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"a finding's {name} is {given!r:.100}, not a text")
+    return storable(given)
+
+
+def _severity(given: Any) -> Severity:
+    try:
+        return Severity(given)
+    except ValueError:
+        raise ValueError(f"a finding's severity is {given!r:.100}, not one of {', '.join(Severity)}") from None
+
+
+def as_finding(said: Any) -> Finding:
+    """What a workload says it found. Raises TypeError for what is no Finding."""
+    if not isinstance(said, Finding):
+        raise TypeError(f"a Finding is due, this is {said!r:.100}")
+    return said
 
 
 @dataclass(frozen=True)
@@ -142,6 +208,26 @@ class Told:
     candidate: Candidate
     state: TrialState
     objective: float | None
+
+
+def in_words(error: BaseException) -> str:
+    """`ValueError: no rows`, also of an error that cannot say what it is."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except (Exception, SystemExit) as second:
+        return f"{type(error).__name__}, whose own text fails with {type(second).__name__}"
+
+
+def told(error: BaseException) -> str:
+    """`ValueError: no rows (my_lab.py:37)`, where it was raised; of a value refused here, where it was handed over."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if frame.filename not in (__file__, "<string>")]  # <string>: of a dataclass
+    return in_words(error) + (f" ({line_of(places[-1])})" if places else "")
+
+
+def line_of(frame: traceback.FrameSummary) -> str:
+    """`my_lab.py:37`."""
+    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def canonical_json(value: Any) -> str:

@@ -10,12 +10,14 @@ import fnmatch
 import hashlib
 import importlib
 import importlib.util
+import math
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import entry_points
+from itertools import starmap
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Union, get_args, get_origin
@@ -248,6 +250,12 @@ def _describe_class(name: str, target: str) -> Description:
             f"workload {target!r} has no {', no '.join(missing)}; it must be a class with a pydantic Config, the names "
             "of its metrics, and run (see docs/workloads.md)"
         )
+    thresholds = getattr(workload, "thresholds", {})
+    if not isinstance(thresholds, Mapping) or not all(starmap(_is_limit, thresholds.items())):
+        raise WorkloadBroken(
+            f"workload {target!r} has thresholds = {thresholds!r:.200}; numbers by name are due, such as "
+            "{'my_limit': 3.0} (see docs/health.md)"
+        )
     return Description(
         name=name,
         summary=(workload.__doc__ or "").strip().split("\n")[0],
@@ -258,8 +266,13 @@ def _describe_class(name: str, target: str) -> Description:
         address=target,
         checks=tuple(getattr(workload, "checks", ())),
         early_checks=tuple(getattr(workload, "early_checks", ())),
-        thresholds=dict(getattr(workload, "thresholds", {})),
+        thresholds=dict(thresholds),
     )
+
+
+def _is_limit(name: Any, limit: Any) -> bool:
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    return isinstance(name, str) and is_number and not math.isnan(limit)
 
 
 def _load_class(target: str) -> Workload:

@@ -19,7 +19,7 @@ from orchestrator.execution.job import Job, Sink
 from orchestrator.execution.verdict import Verdict
 from orchestrator.tracking.artifacts import store_file
 from orchestrator.tracking.recorder import MetricError, legal_key, real_number, whole_step
-from orchestrator.trial import Failure, Finding, Outcome, Report, Severity, TrialState
+from orchestrator.trial import Failure, Finding, Outcome, Report, Severity, TrialState, as_finding, in_words
 from orchestrator.workload import Description, Workload, describe, stream_seed
 
 if TYPE_CHECKING:  # commands that train nothing need not load it
@@ -75,7 +75,7 @@ class TrialContext:
         return np.random.default_rng(self.seed(stream))
 
     def finding(self, finding: Finding) -> None:
-        self._sink.finding(self._job, finding)
+        self._sink.finding(self._job, as_finding(finding))
 
     def artifact(self, path: Path, name: str | None = None) -> None:
         store_file(self._job.artifact_uri, path, name)
@@ -124,7 +124,7 @@ def run_trial(job: Job, sink: Sink) -> Outcome:
     except MetricError as error:
         outcome = verdict.failed(str(error), Failure.EXCEPTION)
     except (Exception, SystemExit) as error:  # the boundary between the user's code and ours: kept, shown, counted
-        outcome = verdict.failed(f"{type(error).__name__}: {error}", _kind(error), traceback.format_exc())
+        outcome = verdict.failed(in_words(error), _kind(error), traceback.format_exc())
     sink.sync()
     return replace(outcome, seconds=time.monotonic() - started, host=socket.gethostname())
 

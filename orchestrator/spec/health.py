@@ -5,16 +5,17 @@ Looks at no finding; whoever runs a trial does.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from orchestrator.spec.document import Node
+from orchestrator.spec.document import Node, Scalar, plain_scalar
 from orchestrator.spec.faces import WorkloadFace
 from orchestrator.spec.problems import Problems, nearest, unknown_key
 from orchestrator.spec.sections import Section, flag, text
-from orchestrator.trial import OWN_CHECKS
+from orchestrator.trial import OWN_CHECKS, OWN_EARLY_CHECKS
 
 AT_THE_END = ("unread_field",)
 """Found when nothing is left to be stopped."""
@@ -43,7 +44,7 @@ class Stop:
 def read_stop(node: Node | None, workload: WorkloadFace | None, problems: Problems) -> Stop:
     section = Section.of(node, "stop", ("diverged", "on"), problems)
     on = _read_checks(section.entries.get("on"), workload, problems)
-    early = workload.early_checks if workload else ()
+    early = (*OWN_EARLY_CHECKS, *(workload.early_checks if workload else ()))
     idle = {check: "when a trial is over" for check in on if check in AT_THE_END}
     idle |= {check: "before training or not at all" for check in on if check in early}
     ends = [check for check in on if check not in idle]
@@ -69,9 +70,9 @@ def _read_checks(node: Node | None, workload: WorkloadFace | None, problems: Pro
 
 def _known_check(node: Node, workload: WorkloadFace | None) -> str:
     name = text(node)
-    if workload is None or name in workload.checks or name in OWN_CHECKS:
+    if workload is None or name in (known := (*workload.checks, *OWN_CHECKS, *OWN_EARLY_CHECKS)):
         return name
-    near = nearest(name, (*workload.checks, *OWN_CHECKS))
+    near = nearest(name, known)
     if near:
         raise ValueError(f"unknown check {name}, did you mean {near}?")
     declared = ", ".join(workload.checks) or "none (an own workload lists them in `checks`)"
@@ -102,9 +103,7 @@ def limit_like(default: float) -> Callable[[Node], float]:
     """Reads a limit in place of `default`: what that admits, or any finite number from 0 on if it does not say."""
 
     def convert(node: Node) -> float:
-        value = node.value
-        if isinstance(value, str) and _is_number(value):
-            raise ValueError(f'got "{value}", a text; write {value}, a number without quotes')
+        value = _meant(node.value) if isinstance(node.value, str) else node.value
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ValueError(f"got {node.text or node.plain()}; a number is needed")
         kept = min(value, LARGEST)
@@ -114,17 +113,27 @@ def limit_like(default: float) -> Callable[[Node], float]:
             refusal = "" if 0 <= value <= LARGEST else "a finite number, at least 0"
         if refusal:
             raise ValueError(f"got {node.text}; {refusal}")
+        if isinstance(node.value, str):
+            raise ValueError(_unquoted(node.value, value))
         return float(kept)
 
     return convert
 
 
-def _is_number(text: str) -> bool:
+def _meant(text: str) -> Scalar:
+    """The number that a text stands for, to YAML or to Python (`inf`, `1_0`); the text if it is none."""
     try:
-        float(text)
+        read = plain_scalar(text)
+        return float(text) if read == text else read
     except ValueError:
-        return False
-    return True
+        return text
+
+
+def _unquoted(text: str, number: float) -> str:
+    if plain_scalar(text) != text:
+        return f'got "{text}", a text; write {text}, a number without quotes'
+    spelling = ".inf" if number == math.inf else repr(number).removesuffix(".0")
+    return f"got {text}, which YAML takes for a text; write {spelling}"
 
 
 def threshold_notes(thresholds: Mapping[str, float], workload: WorkloadFace | None) -> tuple[str, ...]:

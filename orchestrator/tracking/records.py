@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from orchestrator.trial import Finding, Severity
+from orchestrator.trial import Finding, Severity, real, whole
 
 MAX_KEY_LENGTH = 250  # characters; the width of MLflow's column
 
@@ -53,24 +52,19 @@ def checked(points: Points) -> Points:
 def whole_step(step: Any) -> int:
     """`step` as an int; numpy integers count. Raises MetricError for anything else, or one beyond 64 bits."""
     try:
-        number = operator.index(step)
-    except TypeError as error:
-        raise MetricError(f"step {step!r} is not a whole number") from error
-    if not -(2**63) <= number < 2**63:
-        raise MetricError(f"step {number} does not fit into 64 bits")
-    return number
+        return whole("step", step)
+    except (TypeError, ValueError) as error:
+        raise MetricError(str(error)) from error
 
 
 def real_number(name: str, value: Any) -> float:
     """`value` as a float; numpy and torch scalars count. Raises MetricError, naming the metric, for anything else."""
     if type(value) is float:
         return value
-    if isinstance(value, str | bytes | bytearray) or value is None:
-        raise MetricError(f"metric {name!r} is {value!r:.100}, not a number")
     try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise MetricError(f"metric {name!r} is not a number: {error}") from error
+        return real(f"metric {name!r}", value)
+    except TypeError as error:
+        raise MetricError(str(error)) from error
 
 
 @lru_cache(maxsize=100_000)

@@ -205,6 +205,45 @@ def test_a_config_that_cannot_be_watched_is_a_warning_and_its_fields_count_as_re
     assert finding.message == "whether the trial reads x is not watched: TypeError: no heirs"
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Careless:
+    """Hands over what is no finding, or cannot be stored, or raises what cannot be told."""
+
+    class Config(BaseModel):
+        what: str
+
+    metrics = ("train/loss",)
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        if config.what == "value":
+            context.finding(Finding("mine", Severity.WARNING, "m", value=[1.0, 2.0]))  # type: ignore[arg-type]
+        if config.what == "text":
+            context.finding("mine")  # type: ignore[arg-type]
+        yield Report(1, {"train/loss": 1.0})
+        raise Mute
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("value", "TypeError: a finding's value is [1.0, 2.0], not a number"),
+        ("text", "TypeError: a Finding is due, this is 'mine'"),
+        ("mute", "Mute, whose own text fails with RuntimeError"),
+    ],
+)
+def test_what_is_no_finding_fails_the_trial_that_said_it_and_nothing_else(
+    tmp_path: Path, what: str, reason: str
+) -> None:
+    notes = Notes()
+    job = replace(watched_job(tmp_path), workload=f"{__name__}:Careless", params={"what": what})
+    outcome = run_trial(job, notes)
+    assert (outcome.state, outcome.reason, notes.findings) == (TrialState.FAILED, reason, [])
+
+
 # A sweep with all of it
 
 STOPS = """

@@ -92,7 +92,7 @@ def test_a_shipped_workload_says_whether_it_has_checks_without_being_imported() 
 
 
 def test_a_check_that_dies_or_hangs_is_named_and_the_others_answer() -> None:
-    configs = [{"bug": bug} for bug in ("none", "die", "hang", "raise", "tied", "none")]
+    configs = [{"bug": bug} for bug in ("none", "die", "hang", "raise", "tied", "none", "far", "text")]
     told: list[tuple[int, str]] = []
     # An answer takes a millisecond; to start a process takes some hundred.
     answers = run_checks(
@@ -105,13 +105,15 @@ def test_a_check_that_dies_or_hangs_is_named_and_the_others_answer() -> None:
         slow_s=1.0,
     )
     messages = [[one.message for one in answer.findings] for answer in answers if answer]
-    assert [len(some) for some in messages] == [0, 1, 1, 1, 1, 0]
+    assert [len(some) for some in messages] == [0, 1, 1, 1, 1, 0, 1, 1]
     assert "SIGKILL" in messages[1][0]
     assert "had not ended after 3 s, in check (orch_lab.py:" in messages[2][0]
     assert [index for index, _ in told] == [2]
     assert told[0][1].startswith("check (orch_lab.py:")
-    assert [answer.failed for answer in answers if answer] == [False, True, True, True, False, False]
+    assert [answer.failed for answer in answers if answer] == [False, True, True, True, False, False, True, True]
     assert "RuntimeError: a planted failure (orch_lab.py:" in messages[3][0]
+    assert "ValueError: a finding's step does not fit into 64 bits (orch_lab.py:" in messages[6][0]
+    assert "TypeError: a Finding is due, this is 'a bug'" in messages[7][0]
     assert {one.severity for answer in answers if answer for one in answer.findings} == {Severity.WARNING}
     tied = answers[4]
     assert tied is not None
@@ -250,6 +252,7 @@ def test_ctrl_c_in_the_preflight_ends_its_processes_and_leaves_nothing(orch: Orc
     output, _ = process.communicate(timeout=30)
     assert process.returncode in (130, -signal.SIGINT)[:times], output
     assert "Traceback" not in output
+    assert times == 2 or "preflight: interrupted; nothing was started\n" in output
     assert _has_ended(pid)
     assert orch.rows(f"select sweep from sweeps where sweep = '{name}'") == []
 

@@ -113,7 +113,8 @@ class Odd:
             path.unlink()
             return {**metrics, "val/loss": math.nan}
         if config.do == "finding":
-            context.finding(Finding("planted", Severity.ERROR, "seen", "do something", step=2, value=math.nan))
+            step, value = np.int64(2), np.float32(math.nan)  # as workloads have them
+            context.finding(Finding("planted", Severity.ERROR, "seen", "do something", step, value))  # type: ignore[arg-type]
         return metrics
 
 
@@ -231,6 +232,10 @@ class Checked:
             context.finding(Finding("router_ties", Severity.WARNING, "every second token", value=np.float32(0.5)))  # type: ignore[arg-type]
         if config.bug == "raise":
             raise RuntimeError("a planted failure")
+        if config.bug == "far":
+            yield Finding("loss_factor", Severity.ERROR, "in a future that no column holds", step=10**30)
+        if config.bug == "text":
+            yield "a bug"  # type: ignore[misc]
         if config.bug == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if config.bug == "hang":

@@ -611,7 +611,15 @@ def test_checks_of_ones_own_are_made_beside_the_standard_ones(lonely: Any):
 
     found = check(More(), lonely(0))
     assert [one.check_name for one in found] == ["evaluation_mode", "too_few_rows", "check_failed"]
-    assert found[-1].message == "own_checks failed: RuntimeError: no more rows"
+    assert found[-1].message.startswith("own_checks failed: RuntimeError: no more rows (test_checks.py:")
+
+
+def test_a_check_that_leaves_the_process_fails_alone(lonely: Any):
+    class Leaving(Training):
+        def own_checks(self, config: Any, context: Any) -> Iterator[Finding]:
+            raise SystemExit(3)
+
+    assert [one.check_name for one in check(Leaving(), lonely(0))] == ["evaluation_mode", "check_failed"]
 
 
 def test_a_parameter_that_no_group_of_the_optimiser_has_is_named(lonely: Any):

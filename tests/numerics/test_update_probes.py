@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -210,6 +211,89 @@ def test_a_probe_that_fails_becomes_a_finding_and_changes_no_number(lonely: Any)
         reports[len(extra)] = [one.metrics["train/loss"] for one in Regression(Net, extra).run(config, context)]
         assert names(context.findings) == ["probe_failed"] * len(extra)
     assert reports[2][-1] == reports[0][-1]
+    assert "no such block (test_update_probes.py:" in context.findings[1].message
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@dataclass
+class Unruly(Probe):
+    """Measures `measures`, and raises `raises` wherever it is asked `at`."""
+
+    measures: Any = field(default_factory=dict)
+    raises: BaseException | None = None
+    at: str = ""
+
+    def around(self, step: int) -> Any:
+        return nullcontext()
+
+    def measured(self) -> Any:
+        return self.measures
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "at"):
+            raise object.__getattribute__(self, "raises")
+        return super().__getattribute__(name)
+
+
+def finds(**fields: Any) -> Probe:
+    @dataclass
+    class Finds(Probe):
+        def updated(self, look: Any) -> Iterable[Finding]:
+            yield Finding("mine", Severity.INFO, "seen", "", **{"step": look.step, **fields})
+
+    return Finds()
+
+
+FAILED = "Unruly failed and watches no more: "
+UNRULY: dict[str, tuple[Callable[[], Any], str]] = {
+    "a class": (lambda: Counting, "the class Counting itself is among the probes, and no Probe"),
+    "no probe": (object, "one of object is among the probes, and no Probe"),
+    "a text": (lambda: Unruly("loss"), f"{FAILED}TypeError: measured() gave 'loss'; numbers by name are due"),
+    "nothing": (lambda: Unruly(None), f"{FAILED}TypeError: measured() gave None; numbers by name are due"),
+    "two numbers": (lambda: Unruly({"x": torch.zeros(2)}), f"{FAILED}TypeError: metric 'x' is not a number"),
+    "no name": (lambda: Unruly({5: 1.0}), f"{FAILED}TypeError: measured() has a metric 5, whose name is no text"),
+    "mute": (lambda: Unruly({}, Mute(), "updated"), f"{FAILED}Mute, whose own text fails with RuntimeError"),
+    "two values": (lambda: finds(value=torch.zeros(2)), "Finds failed and watches no more: TypeError: a finding's v"),
+} | {
+    f"leaves when asked {at}": (lambda at=at: Unruly({}, SystemExit(3), at), f"{FAILED}SystemExit: 3")
+    for at in ("around", "updated", "reported", "measured", "state_dict")
+}
+
+
+@pytest.mark.parametrize(("made", "said"), UNRULY.values(), ids=UNRULY)
+def test_whatever_stands_among_the_probes_ends_no_run(lonely: Any, made: Callable[[], Any], said: str):
+    context = lonely(0, log_every=2)
+    context.checkpoint.every = 2
+    reports = list(Regression(Net, [made()]).run(TrainingConfig(**{**TINY, "steps": 4}), context))
+    assert [one.step for one in reports][-1] == 4
+    (failed,) = context.findings
+    assert (failed.check_name, failed.severity) == ("probe_failed", Severity.WARNING)
+    assert failed.message.startswith(said)
+    json.dumps([dict(one.metrics) for one in reports])
+
+
+def test_what_a_probe_finds_and_measures_may_be_tensors(lonely: Any):
+    context = lonely(0)
+    extra = [finds(value=torch.tensor(3.0)), Unruly({"mine": torch.tensor(0.5)})]
+    (*_, last) = Regression(Net, extra).run(TrainingConfig(**{**TINY, "steps": 2}), context)
+    assert [(one.check_name, type(one.value), one.value) for one in context.findings] == [("mine", float, 3.0)]
+    assert (type(last.metrics["mine"]), last.metrics["mine"]) == (float, 0.5)
+
+
+def test_a_limit_of_ones_own_reaches_ones_own_probe_and_so_does_another_default(lonely: Any):
+    class Own(Regression):
+        thresholds = {**THRESHOLDS, "mine": 3.0, "no_gradient_updates": 7.0}  # noqa: RUF012
+
+        def probes(self, config: Any, model: nn.Module, thresholds: Any) -> list[Probe]:
+            return [*super().probes(config, model, thresholds), Counting(step=int(thresholds.own["mine"]))]
+
+    for changed, steps in (({}, [3, 7]), ({"mine": 5.0, "no_gradient_updates": 4.0}, [4, 5])):
+        found = findings_of(lonely(0, thresholds=changed), Own(lambda: Net(Tensor.detach)))
+        assert [one.step for one in found] == steps
 
 
 @dataclass

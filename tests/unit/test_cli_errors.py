@@ -81,6 +81,22 @@ def test_a_workload_that_cannot_be_imported_shows_nothing_of_our_own_files(
     assert "orchestrator/workload.py" not in text
 
 
+@pytest.mark.parametrize(
+    "thresholds", ['{"lim": "3"}', '["lim"]', "{5: 1.0}", '{"lim": True}', '{"lim": float("nan")}']
+)
+def test_a_workload_whose_limits_are_no_numbers_by_name_is_refused_in_one_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thresholds: str
+) -> None:
+    lines = ("class Own:", "    class Config: pass", "    metrics, run = (), None", f"    thresholds = {thresholds}")
+    (tmp_path / "limits_lab.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "limits_lab", raising=False)
+    with pytest.raises(OrchError) as refused:
+        describe("limits_lab:Own")
+    assert str(refused.value).startswith("workload 'limits_lab:Own' has thresholds = ")
+    assert "numbers by name are due, such as {'my_limit': 3.0}" in str(refused.value)
+
+
 # Waiting for a database
 
 

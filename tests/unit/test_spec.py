@@ -671,7 +671,9 @@ def test_a_check_that_only_the_preflight_makes_stops_no_trial_and_the_plan_says_
 def test_orchs_own_findings_are_known_for_every_workload():
     text = "workload: bare\nmetric: val/mse\nparams: {width: 1}\nstop: {on: [%s]}\n"
     assert parse(text % "checkpoint, metric_name, metric_name").stop_on == ("checkpoint", "metric_name")
-    assert "it stops none" in parse(text % "unread_field").notes[0]
+    for check in ("unread_field", "check_failed", "not_checked"):
+        assert parse(text % check).notes[0].startswith(f"stop.on: {check} is found ")
+        assert "it stops none" in parse(text % check).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -721,6 +723,10 @@ def test_a_wrong_limit_or_check_is_told_at_its_line(line, message):
         ("weight_tolerance: 0", "got 0; a share, from 0.001 to 1"),  # rounding alone would trip it
         ("spike_window: .inf", "got .inf; a count of updates, from 8 to 1000000"),
         ("spike_excess: .inf", "got .inf; a finite number, at least 0"),
+        ("spike_excess: inf", "got inf; a finite number, at least 0"),
+        ("spike_sigmas: nan", "got nan; a number, at least 0, or .inf for never"),
+        ('spike_sigmas: ".nan"', "got .nan; a number, at least 0, or .inf for never"),
+        ("spike_sigmas: six", "got six; a number is needed"),
     ],
 )
 def test_a_shipped_limit_says_which_values_make_sense(limit, message):
@@ -729,6 +735,25 @@ def test_a_shipped_limit_says_which_values_make_sense(limit, message):
     with pytest.raises(SpecError) as refused:
         parse_sweep(text % limit, "t.yaml", describe)
     assert f"t.yaml:6  health.thresholds.{name}  {message}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message", "write"),
+    [
+        ("inf", "got inf, which YAML takes for a text", ".inf"),
+        ("Infinity", "got Infinity, which YAML takes for a text", ".inf"),
+        ("1_0", "got 1_0, which YAML takes for a text", "10"),
+        ("1_0.5", "got 1_0.5, which YAML takes for a text", "10.5"),
+        ('"8"', 'got "8", a text', "8, a number without quotes"),
+        ('".inf"', 'got ".inf", a text', ".inf, a number without quotes"),
+    ],
+)
+def test_a_number_that_is_a_text_to_yaml_is_refused_with_a_spelling_that_is_none(limit, message, write):
+    text = "workload: char_gpt\nmetric: train/loss\nparams: {steps: 4}\nhealth:\n  thresholds:\n    spike_sigmas: %s\n"
+    with pytest.raises(SpecError) as refused:
+        parse_sweep(text % limit, "t.yaml", describe)
+    assert str(refused.value) == f"t.yaml:6  health.thresholds.spike_sigmas  {message}; write {write}"
+    parse_sweep(text % write.partition(",")[0], "t.yaml", describe)  # what is advised is taken
 
 
 def test_infinity_stands_for_never_and_survives_json():

@@ -89,7 +89,7 @@ def check_future(subject: Subject) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Shift:
     """Which token ahead of its place most places are asked for: `share` of them; `following`: for the next one."""
 
     ahead: int
@@ -99,7 +99,7 @@ class Asked:
 
 
 @torch.enable_grad()
-def asked(subject: Subject) -> Asked | None:
+def target_shift(subject: Subject) -> Shift | None:
     """What the loss asks each place for: the only token whose logit it would raise. None for what is no model of text.
 
     Where tokens repeat themselves much by chance, more of them must agree.
@@ -113,7 +113,7 @@ def asked(subject: Subject) -> Asked | None:
     shares = {ahead: equal(batch.tokens_BT, asked_BT, counts_BT, ahead) for ahead in SHIFTS}
     ahead = max(shares, key=lambda one: shares[one])
     by_chance = coincidence(batch.tokens_BT[counts_BT], asked_BT[counts_BT])
-    return Asked(ahead, shares[ahead], shares[1], shares[ahead] - by_chance > MOST * (1 - by_chance))
+    return Shift(ahead, shares[ahead], shares[1], shares[ahead] - by_chance > MOST * (1 - by_chance))
 
 
 def equal(tokens_BT: Tensor, asked_BT: Tensor, counts_BT: Tensor, ahead: int) -> float:
@@ -133,12 +133,12 @@ def coincidence(one_N: Tensor, other_N: Tensor) -> float:
 
 
 def is_language(subject: Subject) -> bool:
-    return (found := asked(subject)) is not None and found.is_near
+    return (found := target_shift(subject)) is not None and found.is_near
 
 
 def check_targets(subject: Subject) -> Iterator[Finding]:
     """The token each place is asked for is the next one. Another one near by is a bug, other targets a note."""
-    found, limit = asked(subject), subject.limits.unshifted_share
+    found, limit = target_shift(subject), subject.limits.unshifted_share
     if found is None or (found.ahead == 1 and found.share > limit):
         return
     if not found.is_near or found.share <= limit:

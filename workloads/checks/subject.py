@@ -47,7 +47,7 @@ class Subject:
 
     @property
     def limits(self) -> Thresholds:
-        return Thresholds.of(self.context.thresholds)
+        return self.workload.limits(self.context)
 
     @cached_property
     def data(self) -> Any:

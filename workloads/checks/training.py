@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from orchestrator.trial import Finding, Severity
+from orchestrator.trial import Finding, Severity, told
 from orchestrator.workload import Context
 from workloads.checks import evaluation, language, routers, updates
 from workloads.checks.subject import Subject
@@ -57,8 +57,8 @@ def _run(subject: Subject) -> Generator[Finding]:
     for check in (*CHECKS, own_checks):
         try:
             yield from check(subject)
-        except Exception as error:  # the boundary between somebody's workload and its judge
-            message = f"{check.__name__} failed: {type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:  # the boundary between somebody's workload and its judge
+            message = f"{check.__name__} failed: {told(error)}"
             yield Finding("check_failed", Severity.WARNING, message, "the other checks were made; look at this one")
 
 

@@ -104,8 +104,12 @@ class TrainingWorkload(ABC):
         """Metrics on held-out data, at a report; called in eval mode and without gradients."""
         return {}
 
+    def limits(self, context: Context) -> Thresholds:
+        """The workload's thresholds with the sweep's changes."""
+        return Thresholds.of({**self.thresholds, **context.thresholds})
+
     def probes(self, config: Any, model: nn.Module, thresholds: Thresholds) -> list[Probe]:
-        """What watches the training; a workload may add its own."""
+        """What watches the training; a workload may add its own, whose limits are in `thresholds.own`."""
         return standard_probes(thresholds, model, self.blocks(model))
 
     def run(self, config: Any, context: Context) -> Iterator[Report]:
@@ -155,7 +159,7 @@ class Training:
     health: Health = field(init=False)
 
     def __post_init__(self) -> None:
-        limits = Thresholds.of(self.context.thresholds)
+        limits = self.workload.limits(self.context)
         self.health = Health((), self.context.finding)
         own, standard = self.workload.probes, partial(TrainingWorkload.probes, self.workload)
         self.health.build(*(partial(probes, self.config, self.model, limits) for probes in (own, standard)))
@@ -201,7 +205,7 @@ class Training:
     def report(self, update: Update, hyper: Hyper) -> Report:
         metrics = {**update_metrics(update, self.trainer, self.tally), "train/lr": float(hyper["lr"])}
         metrics |= {**self.workload.observe(self.config, update), **self.evaluate(hyper)}
-        metrics |= self.health.measured(self.step)
+        metrics = {**self.health.measured(self.step), **metrics}  # a probe replaces nothing that was trained on
         self.health.reported(self.step, metrics)
         self.health.news = False
         return Report(self.step, metrics)

@@ -108,11 +108,13 @@ class Thresholds:
     underflow_looks: float = patience(3.0, "looks")  # in a row; a single batch may have little to teach
     # Memory.
     unexplained_memory_share: float = ceiling(0.2)  # of what was predicted
+    own: Mapping[str, float] = field(default_factory=dict, hash=False)  # limits of a workload's own probes, by name
 
     @classmethod
-    def of(cls, changed: Mapping[str, float]) -> Thresholds:
-        """The defaults with a sweep's changes; limits of the workload's own, which may be among them, are its own."""
-        return cls(**{name: limit for name, limit in changed.items() if name in THRESHOLDS})
+    def of(cls, limits: Mapping[str, float]) -> Thresholds:
+        """The defaults with `limits` in their place; those that are none of ours are found under `own`."""
+        ours = {name: float(limit) for name, limit in limits.items() if name in THRESHOLDS}
+        return cls(**ours, own={name: float(limit) for name, limit in limits.items() if name not in THRESHOLDS})
 
 
 CHECKS: Mapping[str, str] = {
@@ -162,6 +164,8 @@ EARLY_CHECKS = (
 
 DEFAULTS = Thresholds()
 THRESHOLDS: Mapping[str, Limit] = {
-    one.name: Limit.of(getattr(DEFAULTS, one.name), one.metadata["sense"]) for one in fields(Thresholds)
+    one.name: Limit.of(getattr(DEFAULTS, one.name), one.metadata["sense"])
+    for one in fields(Thresholds)
+    if "sense" in one.metadata
 }
 """Their defaults, each of which knows what may stand in its place."""

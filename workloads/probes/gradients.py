@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from orchestrator.trial import Finding, Severity
 from workloads.probes.catalogue import Thresholds
-from workloads.probes.probe import Look, Probe, listed
+from workloads.probes.probe import Look, Probe, listed, listed_numbers
 
 SAMPLED_VALUES = 2**20  # of a block, when its update is held against its weights: a copy of more costs memory
 
@@ -38,16 +38,10 @@ def misweighed(
         yield Finding("loss_factor", Severity.ERROR, message, advice, step, factor, 1.0)
         return
     worst = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
-    message = (
-        f"micro-batches count {_listed(counted)} in the gradient; their shares of valid targets are {_listed(shares)}"
-    )
+    have, due = listed_numbers(counted), listed_numbers(shares)
+    message = f"micro-batches count {have} in the gradient; their shares of valid targets are {due}"
     advice = "weigh each micro-batch's mean loss by its valid targets over those of the whole window"
     yield Finding("accumulation_weights", Severity.ERROR, message, advice, step, worst[0] / worst[1], 1.0)
-
-
-def _listed(values: Sequence[float]) -> str:
-    shown = ", ".join(f"{value:.3g}" for value in values[:6])
-    return shown + (", ..." if len(values) > 6 else "")
 
 
 def wrongly_clipped(

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.trial import Finding, Severity
+from orchestrator.trial import Finding, Severity, real, told
 from workloads.probes.probe import Look, Probe
 
 PROBE_FAILED = "probe_failed"
+FAILURES = (Exception, SystemExit)  # whatever a probe raises; Ctrl-C is none of them
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -32,11 +33,19 @@ class Health:
         """The probes are those of the first maker that does not fail."""
         for make in makers:
             try:
-                self.probes = list(make())
+                self.probes = [one for one in make() if self._is_probe(one)]
                 return
-            except Exception as error:
+            except FAILURES as error:
                 advice = "training goes on, under the standard probes at most; look at `probes` of the workload"
-                self._note(f"the probes could not be built: {_told(error)}", advice)
+                self._note(f"the probes could not be built: {told(error)}", advice)
+
+    def _is_probe(self, made: Any) -> bool:
+        if isinstance(made, Probe):
+            return True
+        what = f"the class {made.__name__} itself" if isinstance(made, type) else f"one of {type(made).__name__}"
+        advice = "training goes on without it; `probes` gives instances of subclasses of Probe"
+        self._note(f"{what} is among the probes, and no Probe", advice)
+        return False
 
     def around(self, step: int) -> AbstractContextManager[Any]:
         """What the probes put around an update that is looked at thoroughly; what that raises itself passes through."""
@@ -54,13 +63,13 @@ class Health:
                 own = ExitStack()
                 own.enter_context(context)
                 stack.callback(self._leave, own, probe, step)
-        except Exception as error:
+        except FAILURES as error:
             self._failed(probe, step, error)
 
     def _leave(self, own: ExitStack, probe: Probe, step: int) -> None:
         try:
             own.close()
-        except Exception as error:
+        except FAILURES as error:
             self._failed(probe, step, error)
 
     def updated(self, look: Look) -> None:
@@ -68,7 +77,7 @@ class Health:
             try:
                 for finding in probe.updated(look):
                     self.found(finding, probe)
-            except Exception as error:
+            except FAILURES as error:
                 self._failed(probe, look.step, error)
 
     def reported(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -76,15 +85,15 @@ class Health:
             try:
                 for finding in probe.reported(step, metrics):
                     self.found(finding, probe)
-            except Exception as error:
+            except FAILURES as error:
                 self._failed(probe, step, error)
 
     def measured(self, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for probe in self._working():
             try:
-                metrics.update(probe.measured())
-            except Exception as error:
+                metrics |= as_metrics(probe.measured())
+            except FAILURES as error:
                 self._failed(probe, step, error)
         return metrics
 
@@ -108,7 +117,7 @@ class Health:
         for probe in self._working():
             try:
                 probes[self._name(probe)] = plain(probe.state_dict())
-            except Exception as error:
+            except FAILURES as error:
                 self._failed(probe, step, error)
         return {"said": dict(self.said), "failed": list(self.failed), "probes": probes}
 
@@ -118,26 +127,26 @@ class Health:
         for probe in self._working():
             try:
                 self._load(probe, state["probes"].get(self._name(probe), {}), step)
-            except Exception as error:
+            except FAILURES as error:
                 self._failed(probe, step, error)
 
     def _load(self, probe: Probe, state: Mapping[str, Any], step: int) -> None:
         fresh = plain(probe.state_dict())
         try:
             probe.load_state_dict(state)
-        except Exception as error:
-            message = f"what {self._name(probe)} knew at the checkpoint does not fit: {_told(error)}"
+        except FAILURES as error:
+            message = f"what {self._name(probe)} knew at the checkpoint does not fit: {told(error)}"
             self._note(message, "it began anew there; was its code changed?", step)
             probe.load_state_dict(fresh)
 
     def _working(self) -> Sequence[Probe]:
         return [probe for probe in self.probes if self._name(probe) not in self.failed] if self.failed else self.probes
 
-    def _failed(self, probe: Probe, step: int, error: Exception) -> None:
+    def _failed(self, probe: Probe, step: int, error: BaseException) -> None:
         """Whatever a probe raises ends the probe and not the run: it came to watch."""
         name = self._name(probe)
         self.failed.append(name)
-        self._note(f"{name} failed and watches no more: {_told(error)}", "training went on; please report it", step)
+        self._note(f"{name} failed and watches no more: {told(error)}", "training went on; please report it", step)
 
     def _note(self, message: str, advice: str, step: int | None = None) -> None:
         self.found(Finding(PROBE_FAILED, Severity.WARNING, message, advice, step))
@@ -153,8 +162,14 @@ class Health:
         return next((place for place, one in enumerate(kin, 1) if one is probe), 1)
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def as_metrics(measured: Any) -> dict[str, float]:
+    """What a probe measured, in Python's own numbers. Raises TypeError for anything but numbers by name."""
+    if not isinstance(measured, Mapping):
+        raise TypeError(f"measured() gave {measured!r:.100}; numbers by name are due")
+    for name in measured:
+        if not isinstance(name, str):
+            raise TypeError(f"measured() has a metric {name!r:.100}, whose name is no text")
+    return {name: real(f"metric {name!r}", value) for name, value in measured.items()}
 
 
 def plain(value: Any) -> Any:

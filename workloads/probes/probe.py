@@ -59,6 +59,11 @@ class Probe:
             setattr(self, name, value)
 
 
+def listed_numbers(values: Sequence[float]) -> str:
+    """The first few, to four digits."""
+    return ", ".join(f"{value:.4g}" for value in values[:6]) + (", ..." if len(values) > 6 else "")
+
+
 def listed(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
