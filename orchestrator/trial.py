@@ -44,6 +44,11 @@ class TrialState(StrEnum):
         return self in (TrialState.FINISHED, TrialState.STOPPED, TrialState.DIVERGED)
 
     @property
+    def is_sound(self) -> bool:
+        """True for a result whose values count: it trained to its end, or until it was stopped."""
+        return self in (TrialState.FINISHED, TrialState.STOPPED)
+
+    @property
     def is_over(self) -> bool:
         return self not in (TrialState.WAITING, TrialState.RUNNING)
 
@@ -66,6 +71,7 @@ class Failure(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     TIMEOUT = "timeout"
     NO_OBJECTIVE = "no_objective"
+    NO_CHECKPOINT = "no_checkpoint"
     NO_RECORD = "no_record"
 
 
@@ -168,6 +174,31 @@ def as_finding(said: Any) -> Finding:
     return said
 
 
+class Action(StrEnum):
+    """What a scheduler lets a trial do at a step."""
+
+    CONTINUE = "continue"
+    STOP = "stop"
+    PAUSE = "pause"  # save the state, give the worker to others, go on later
+    EXPLOIT = "exploit"  # go on from another trial's state, with other parameters
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a scheduler decided about a trial at a step, and why, in words with figures."""
+
+    trial: int  # its number
+    step: int
+    value: float | None  # the objective it was judged by; None when it was not reported
+    action: Action
+    reason: str
+    source: int | None = None  # exploit: the number of the trial whose state is copied
+    params: Params = field(default_factory=dict)  # exploit: the parameters that change, with their new values
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", storable(self.reason))
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A configuration to try, before it has a row in the ledger.
@@ -184,7 +215,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended."""
+    """How an attempt ended; `waiting`: its state is saved, and the trial goes on in another attempt."""
 
     state: TrialState
     objective: float | None = None  # the sweep's metric at its last report; may be non-finite
@@ -195,6 +226,7 @@ class Outcome:
     failure: Failure = Failure.NONE
     seconds: float | None = None  # of training, measured where it trained; None when that died with it
     host: str = ""  # where it trained
+    more_objectives: tuple[float | None, ...] = ()  # the sweep's further metrics, at their last report
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", storable(self.reason))
@@ -208,6 +240,8 @@ class Told:
     candidate: Candidate
     state: TrialState
     objective: float | None
+    more_objectives: tuple[float | None, ...] = ()
+    last_step: int | None = None  # of a stopped trial: where its objective was measured
 
 
 def in_words(error: BaseException) -> str:

@@ -42,11 +42,13 @@ class WorkloadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def refuse_idle(self, used: Collection[str], choice: str) -> None:
-        """Raises FieldConflict for a field that was set and is not `used` where the field `choice` is as it is.
+        """Raises FieldConflict for a field that differs from its default and is not `used` with this `choice`.
 
         An axis without effect would look like a finding. The seed is a replicate and may always be set.
         """
-        if idle := self.model_fields_set - {*used, choice, "seed"}:
+        fields, unused = type(self).model_fields, self.model_fields_set - {*used, choice, "seed"}
+        idle = {name for name in unused if getattr(self, name) != fields[name].get_default(call_default_factory=True)}
+        if idle:
             name, value = min(idle), getattr(self, choice)
             raise FieldConflict(name, f"{name} does nothing with {choice}: {value}; leave it out or change {choice}")
 

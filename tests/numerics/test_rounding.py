@@ -210,7 +210,7 @@ def test_every_metric_it_reports_is_declared_and_every_declared_one_is_reported(
         ({"dtype": "float8"}, "bfloat16"),
         ({"loss_scale": 0.0}, "greater than 0"),
         ({"loss_scale": 8.0}, "loss_scale does nothing with measure: logits"),
-        ({"precision": "bf16"}, "precision does nothing with measure: logits"),
+        ({"precision": "fp16"}, "precision does nothing with measure: logits"),
         ({"measure": "routing", "dtype": "float16"}, "dtype does nothing with measure: routing"),
         ({"measure": "limits", "magnitude": 2.0}, "magnitude does nothing with measure: limits"),
         ({**TINY, "mode": "offset"}, "mode does nothing with measure: gradients"),
