@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from orchestrator.reports.table import Format, Table, as_csv, as_json, short
+from orchestrator.spec.domains import is_number
 
 PIPE_WIDTH = 100_000  # columns when the output is not a terminal: nothing may be cut
 
@@ -37,8 +38,8 @@ def _print_for_people(table: Table) -> None:
         out.print(table.title, markup=False, style="bold")
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
     numeric = [_is_numeric(table, index) for index in range(len(table.columns))]
-    for name, is_number in zip(table.columns, numeric, strict=True):
-        drawn.add_column(name, justify="right" if is_number else "left", overflow="fold")
+    for name, right in zip(table.columns, numeric, strict=True):
+        drawn.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in table.rows:
         drawn.add_row(*(_escaped(short(value)) for value in row))
     out.print(drawn)
@@ -48,7 +49,7 @@ def _print_for_people(table: Table) -> None:
 
 def _is_numeric(table: Table, index: int) -> bool:
     values = [row[index] for row in table.rows if row[index] is not None]
-    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    return bool(values) and all(map(is_number, values))
 
 
 def _escaped(text: str) -> str:

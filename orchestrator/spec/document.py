@@ -117,10 +117,15 @@ def parse_value(text: str, where: str, path: str, problems: Problems) -> Node:
     return Node(_checked_scalar(text, False, where, path, problems), where, text)
 
 
+EDITOR_LINE = re.compile(r"#\s*yaml-language-server\s*:")
+
+
 def head_comment(text: str) -> str:
-    """The comment block on top of the file, without its hashes."""
+    """The comment block on top of the file, without its hashes and without what is said to an editor."""
     lines: list[str] = []
     for line in text.removeprefix("\ufeff").splitlines():
+        if EDITOR_LINE.match(line):
+            continue
         if line.startswith("#"):
             lines.append(line[1:].removeprefix(" ").rstrip())
         elif lines or line.strip() not in ("", "---"):
@@ -174,7 +179,7 @@ def _checked_scalar(text: str, quoted: bool, where: str, path: str, problems: Pr
             raise ValueError("holds a character that no database text can hold (NUL or half a surrogate pair)")
         return text if quoted else plain_scalar(text)
     except ValueError as error:
-        problems.add(where, path, str(error))
+        problems.add_unread(where, path, str(error))
         return None
 
 
@@ -246,7 +251,7 @@ class _Builder:
 
     def _check_plainness(self, event: Any, path: str) -> None:
         if isinstance(event, AliasEvent):
-            self._refuse(event, path, f"alias *{event.anchor}: write the value out")
+            self.problems.add_unread(self._place(event), path, f"alias *{event.anchor}: write the value out")
         elif event.anchor:
             self._refuse(event, path, f"anchor &{event.anchor}: aliases are not supported; write the value out")
         elif event.tag:

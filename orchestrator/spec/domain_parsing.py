@@ -15,6 +15,7 @@ from orchestrator.spec.domains import (
     Grid,
     Int,
     Uniform,
+    is_number,
     last_value,
     lattice_count,
     lattice_value,
@@ -45,6 +46,7 @@ class AxisReader:
     face: FieldFace
     problems: Problems
     notes: list[str] = field(default_factory=list)
+    repeats: bool = False  # whether a grid may hold a value twice
     failed: bool = False
 
     def read(self, node: Node) -> Any:
@@ -93,6 +95,8 @@ class AxisReader:
         options = [self._option(kind, item) for item in body.items]
         if self.failed:
             return None
+        if kind == "grid" and self.repeats:
+            return Grid(tuple(options))
         unique = distinct_options(options)
         self._note_duplicates(kind, options, unique)
         return Grid(unique) if kind == "grid" else Choice(unique)
@@ -259,7 +263,7 @@ def _zero_in_log(kind: str, low: Any, high: Any) -> str:
 
 
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def _holds_nan(value: Any) -> bool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from orchestrator.trial import canonical_json
 
@@ -155,9 +155,23 @@ def contains(domain: Any, value: Any) -> bool:
         return any(same_value(value, item) for item in domain.values)
     if not isinstance(domain, NUMBERS):
         return same_value(domain, value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not domain.low <= value <= domain.high:
+    if not is_number(value) or not domain.low <= value <= domain.high:
         return False
     return math.isclose(nearest_value(domain, value), value, rel_tol=1e-12, abs_tol=1e-300)
+
+
+def can_be_drawn(domain: Any, value: Any) -> bool:
+    """True if `domain` gives just this value now and then; one value of a range without steps never comes."""
+    if isinstance(domain, Choice):
+        return any(can_be_drawn(option, value) for option in domain.options)
+    if isinstance(domain, NUMBERS) and lattice_count(domain) is None:
+        return False
+    return contains(domain, value)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """True for an int or a float, infinite ones too; a bool is none here."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def value_key(value: Any) -> str:
@@ -175,7 +189,17 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def quick_key(value: Any) -> Hashable:
+    """Equal for the same values as `value_key`, and made in a fraction of its time for plain ones."""
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        return value
+    return (value_key(value),)
+
+
 def same_value(left: Any, right: Any) -> bool:
+    """As `value_key` has it, only quicker for the plain values of most axes."""
+    if type(left) is type(right) and isinstance(left, bool | int | float | str):
+        return bool(left == right)
     return value_key(left) == value_key(right)
 
 

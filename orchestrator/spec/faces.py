@@ -18,6 +18,10 @@ class FieldFace(Protocol):
     @property
     def required(self) -> bool: ...
     @property
+    def fusible(self) -> bool:
+        """True if it is a scalar that may change while a trial trains, or differ inside a group."""
+
+    @property
     def check(self) -> Callable[[Any], Any]: ...
     @property
     def choices(self) -> tuple[Any, ...]: ...

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from orchestrator.spec.document import Node, Scalar, plain_scalar
+from orchestrator.spec.domains import is_number
 from orchestrator.spec.faces import WorkloadFace
 from orchestrator.spec.problems import Problems, nearest, unknown_key
 from orchestrator.spec.sections import Section, flag, text
@@ -104,7 +105,7 @@ def limit_like(default: float) -> Callable[[Node], float]:
 
     def convert(node: Node) -> float:
         value = _meant(node.value) if isinstance(node.value, str) else node.value
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not is_number(value):
             raise ValueError(f"got {node.text or node.plain()}; a number is needed")
         kept = min(value, LARGEST)
         if isinstance(default, Bounded):

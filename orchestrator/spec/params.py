@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from orchestrator.spec.domain_parsing import AxisReader, mistyped_domain
 from orchestrator.spec.domains import Choice, Domain, Grid, Int, Uniform
 from orchestrator.spec.faces import FieldFace, WorkloadFace
 from orchestrator.spec.overrides import WHERE as COMMAND_LINE
-from orchestrator.spec.overrides import is_domain
+from orchestrator.spec.overrides import is_domain, is_overridden
 from orchestrator.spec.problems import Problems, nearest
 from orchestrator.spec.sections import whole
 from orchestrator.spec.sweep_spec import SEED
@@ -23,18 +23,31 @@ SEEDS = "seeds"  # the short form of `seed: {grid: [0, 1, ...]}`
 
 @dataclass
 class Params:
-    """What `params` says. `sound` is False when a named field has a value that cannot be used."""
+    """What `params` says."""
 
     fixed: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, Domain] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    sound: bool = True
+    from_command_line: set[str] = field(default_factory=set)  # the fields that --set gave
+    failed: set[str] = field(default_factory=set)  # the fields whose value cannot be used
+
+    @property
+    def sound(self) -> bool:
+        return not self.failed
 
 
 def read_params(
-    node: Node | None, seeds: Node | None, workload: WorkloadFace, where: str, problems: Problems
+    node: Node | None,
+    seeds: Node | None,
+    workload: WorkloadFace,
+    where: str,
+    problems: Problems,
+    zipped: Collection[str] = (),
 ) -> Params:
-    """Reads `params` and the top-level `seeds`; every mistake becomes a problem at its line."""
+    """Reads `params` and the top-level `seeds`; every mistake becomes a problem at its line.
+
+    The grids of `zipped` axes keep a value that comes twice: it stands beside another one of its partner.
+    """
     params = Params()
     fields = workload.fields()
     _check_names(fields, workload, where, problems)
@@ -45,9 +58,11 @@ def read_params(
         seeds = flat.pop(SEEDS, None) or seeds
     for name, child in flat.items():
         if name in fields:
-            _read_field(name, child, fields[name], params, problems)
+            reader = AxisReader(f"params.{name}", fields[name], problems, params.notes, repeats=name in zipped)
+            _read_field(name, child, reader, params)
         else:
             _refuse_unknown(name, child, fields, workload, problems)
+    params.from_command_line |= {name for name, child in flat.items() if is_overridden(child)}
     _read_seeds(seeds, flat.get(SEED), fields, workload, params, problems)
     _check_required(fields, {*params.fixed, *params.axes, *flat}, where, params, problems)
     return params
@@ -87,11 +102,10 @@ def walk_fields(
             yield name, child
 
 
-def _read_field(name: str, node: Node, face: FieldFace, params: Params, problems: Problems) -> None:
-    reader = AxisReader(f"params.{name}", face, problems, params.notes)
+def _read_field(name: str, node: Node, reader: AxisReader, params: Params) -> None:
     value = reader.read(node)
     if reader.failed:
-        params.sound = False
+        params.failed.add(name)
     elif isinstance(value, Grid | Choice | Uniform | Int):
         params.axes[name] = value
     else:
@@ -140,6 +154,8 @@ def _read_seeds(
     elif seed is None or seeds.where == COMMAND_LINE != seed.where:
         params.fixed.pop(SEED, None)
         params.axes[SEED] = Grid(values)
+        if seeds.where == COMMAND_LINE:
+            params.from_command_line.add(SEED)
     elif seed.where != COMMAND_LINE or seeds.where == COMMAND_LINE:
         problems.add(seeds.where, SEEDS, f"params.seed is given as well ({seed.where}); keep one of them")
 
@@ -149,5 +165,5 @@ def _check_required(
 ) -> None:
     missing = [name for name, face in fields.items() if face.required and name not in named]
     for name in missing:
-        params.sound = False
+        params.failed.add(name)
         problems.add(where, f"params.{name}", f"is required ({fields[name].type_name}) and has no default")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import NotFound, WorkloadBroken
@@ -12,18 +12,23 @@ from orchestrator.spec.cross_fields import check_combinations
 from orchestrator.spec.devices import device_notes, refuse_cuda_without_gpu
 from orchestrator.spec.document import Node, head_comment, parse_document
 from orchestrator.spec.domains import Grid
-from orchestrator.spec.faces import WorkloadFace, WorkloadOf
+from orchestrator.spec.faces import FieldFace, WorkloadFace, WorkloadOf
 from orchestrator.spec.health import read_stop, read_thresholds, threshold_notes
 from orchestrator.spec.instability import read_unstable
-from orchestrator.spec.overrides import apply_overrides
+from orchestrator.spec.overrides import apply_override
 from orchestrator.spec.params import Params, read_params
+from orchestrator.spec.points import factors_of, num_combinations, num_grid_points
 from orchestrator.spec.problems import Problems, unknown_key
+from orchestrator.spec.relation_checks import check_relations
+from orchestrator.spec.relation_parsing import RelationReader, Relations
+from orchestrator.spec.scheduling import check_schedule, read_schedule
 from orchestrator.spec.sections import (
     Section,
     as_mapping,
     flag,
     fuse,
-    read_metric,
+    read_budget,
+    read_metrics,
     read_resources,
     read_retries,
     read_search,
@@ -32,10 +37,7 @@ from orchestrator.spec.sections import (
     text,
     whole,
 )
-from orchestrator.spec.sweep_spec import Search, SweepSpec
-
-LATER = ("when", "zip", "exclude", "scheduler", "budget")
-"""Keys of the full language that this version refuses. To add one: read it here, then take it off this list."""
+from orchestrator.spec.sweep_spec import SweepSpec
 
 NO_EFFECT_YET = {
     "fuse": "every trial trains by itself in this version",
@@ -44,9 +46,10 @@ NO_EFFECT_YET = {
 
 KEYS = (
     *("name", "workload", "metric", "params", "seeds", "search", "resources", "retries", "retry_on", "stop", "health"),
-    *("show", "unstable"),
+    *("show", "unstable", "when", "zip", "exclude", "scheduler", "budget"),
     *("log_every", "checkpoint_every", "tags", "fuse", "preflight"),
 )
+SHORT_FORMS = {"metric": "name", "search": "algorithm", "scheduler": "algorithm"}
 MAX_NAME = 40
 MAX_TRIALS = 1_000_000
 
@@ -61,13 +64,14 @@ def parse_sweep(
     """
     problems = Problems()
     root = parse_document(text, file_name, problems)
-    for key in ("metric", "search"):
-        _expand_short_form(root, key)
-    apply_overrides(root, overrides, problems)
+    _expand_short_forms(root)
+    for override in overrides:  # a later one wins
+        apply_override(root, override, problems)
+        _expand_short_forms(root)
     _check_keys(root, problems)
     spec = _Parser(root, file_name, problems).spec(workload_of, name)
     problems.raise_if_any()
-    return SweepSpec(**{**vars(spec), "source": text, "description": head_comment(text), "overrides": tuple(overrides)})
+    return replace(spec, source=text, description=head_comment(text), overrides=tuple(overrides))
 
 
 def legal_name(word: str) -> str:
@@ -76,17 +80,16 @@ def legal_name(word: str) -> str:
     return name if re.match(r"[a-z]", name) else f"s_{name.lstrip('_')}"
 
 
-def _expand_short_form(root: Node, key: str) -> None:
-    long_form = as_mapping(root.entries.get(key), "name" if key == "metric" else "algorithm")
-    if long_form is not None:
-        root.entries[key] = long_form
+def _expand_short_forms(root: Node) -> None:
+    for section, key in SHORT_FORMS.items():
+        long_form = as_mapping(root.entries.get(section), key)
+        if long_form is not None:
+            root.entries[section] = long_form
 
 
 def _check_keys(root: Node, problems: Problems) -> None:
     for key, child in root.entries.items():
-        if key in LATER:
-            problems.add(child.where, key, "is not supported by this version yet; remove it")
-        elif key not in KEYS:
+        if key not in KEYS:
             problems.add(child.where, key, unknown_key(key, KEYS))
 
 
@@ -101,39 +104,68 @@ class _Parser:
 
     def spec(self, workload_of: WorkloadOf, name: str | None) -> SweepSpec:
         """The spec as far as it could be read; `problems` says whether it may be used."""
-        entries, problems, top = self.root.entries, self.problems, self.top
         workload = self._workload(workload_of)
-        search = read_search(entries.get("search"), problems)
-        params = self._params(workload, search) if workload else Params()
-        resources = read_resources(entries.get("resources"), problems)
-        stop = read_stop(entries.get("stop"), workload, problems)
-        thresholds = read_thresholds(entries.get("health"), workload, problems)
-        refuse_cuda_without_gpu(params, resources, self._where, problems)
-        effectless = (f"{key}: {why}" for key, why in NO_EFFECT_YET.items() if key in entries)
-        health = (*stop.notes, *threshold_notes(thresholds, workload))
+        fields = workload.fields() if workload else {}
+        params = self._params(workload, fields) if workload else Params()
+        relations = self._relations(fields, params)
+        spec = self._judged(self._asked(name, workload, params, relations), workload, params)
+        notes = [*spec.notes, *device_notes(params, spec.resources)]
+        if workload and params.sound and relations.sound:
+            notes += self._checked(spec, workload, fields)
+        notes += [f"{key}: {why}" for key, why in NO_EFFECT_YET.items() if key in self.root.entries]
+        refuse_cuda_without_gpu(params, spec.resources, self._where, self.problems)
+        return replace(spec, notes=tuple(notes))
+
+    def _asked(self, name: str | None, workload: WorkloadFace | None, params: Params, tied: Relations) -> SweepSpec:
+        """What is trained, how values are chosen, and how trials run."""
+        entries, problems, top = self.root.entries, self.problems, self.top
+        metrics = read_metrics(entries.get("metric"), workload, self.start, problems)
         return SweepSpec(
             name=self._name(name),
             workload=top.read("workload", text, ""),
-            metric=read_metric(entries.get("metric"), workload, self.start, problems),
+            metric=metrics[0],
+            more_metrics=tuple(metrics[1:]),
             fixed=params.fixed,
             axes=params.axes,
-            search=search,
-            resources=resources,
+            when=tied.when,
+            zipped=tied.zipped,
+            exclude=tied.exclude,
+            search=replace(read_search(entries.get("search"), problems), enqueue=tied.enqueue),
+            schedule=read_schedule(entries.get("scheduler"), problems),
+            budget=read_budget(entries.get("budget"), problems),
+            resources=read_resources(entries.get("resources"), problems),
             retries=read_retries(top),
+            log_every=top.read("log_every", whole(1), 10),
+            checkpoint_every=top.read("checkpoint_every", whole(1), 100),
+            fuse=top.read("fuse", fuse, "auto"),  # type: ignore[arg-type]  # `fuse` lets nothing else through
+            preflight=top.read("preflight", flag, True),
+            tags=read_tags(entries.get("tags"), problems),
+            lines=self.lines,
+            file_name=self.file_name,
+            notes=tuple(params.notes),
+        )
+
+    def _judged(self, spec: SweepSpec, workload: WorkloadFace | None, params: Params) -> SweepSpec:
+        """The spec with what its trials and results are held against, and notes on that."""
+        entries, problems = self.root.entries, self.problems
+        stop = read_stop(entries.get("stop"), workload, problems)
+        thresholds = read_thresholds(entries.get("health"), workload, problems)
+        return replace(
+            spec,
             stop_diverged=stop.diverged,
             stop_on=stop.on,
             thresholds=thresholds,
-            unstable=read_unstable(entries.get("unstable"), workload, params, problems),
-            log_every=top.read("log_every", whole(1), 10),
+            unstable=read_unstable(entries.get("unstable"), workload, params, problems, spec.zipped),
             show=read_show(entries.get("show"), workload, problems),
-            tags=read_tags(entries.get("tags"), problems),
-            lines=self.lines,
-            fuse=top.read("fuse", fuse, "auto"),  # type: ignore[arg-type]  # `fuse` lets nothing else through
-            preflight=top.read("preflight", flag, True),
-            checkpoint_every=top.read("checkpoint_every", whole(1), 100),
-            file_name=self.file_name,
-            notes=(*params.notes, *device_notes(params, resources), *health, *effectless),
+            notes=(*spec.notes, *stop.notes, *threshold_notes(thresholds, workload)),
         )
+
+    def _checked(self, spec: SweepSpec, workload: WorkloadFace, fields: Mapping[str, FieldFace]) -> tuple[str, ...]:
+        """Holds the parts of the spec against each other; returns what a reader of the plan should know."""
+        if not self._fits_search(spec):
+            return ()
+        check_combinations(spec, workload.resolve, self._where, self.problems)
+        return (*check_relations(spec, self.problems), *check_schedule(spec, fields, self._where, self.problems))
 
     def _name(self, given: str | None) -> str:
         """`--name`, else `name:`, both as they must be; else the file's stem, made legal."""
@@ -151,7 +183,8 @@ class _Parser:
         name = self.top.read("workload", text, "")
         if not name:
             if "workload" not in self.lines or self.root.entries["workload"].value is None:
-                self.problems.add(self.start, "workload", "is missing; `orch workloads` lists those that come along")
+                hint = "`orch workloads` lists those that come along"
+                self.problems.add(self._where("workload"), "workload", f"is missing; {hint}")
             return None
         try:
             return workload_of(name)
@@ -159,44 +192,56 @@ class _Parser:
             self.problems.add(self.lines["workload"], "workload", str(error))
             return None
 
-    def _params(self, workload: WorkloadFace, search: Search) -> Params:
+    def _params(self, workload: WorkloadFace, fields: Mapping[str, FieldFace]) -> Params:
         entries = self.root.entries
         where = self.lines.get("params", self.lines["workload"])
-        params = read_params(entries.get("params"), entries.get("seeds"), workload, where, self.problems)
-        if params.sound:
-            check_combinations(params.fixed, params.axes, workload.resolve, self._where, self.problems)
-            self._check_search(search, params)
-        return params
+        groups = entries["zip"].items if "zip" in entries else []
+        zipped = {axis.text for group in groups for axis in group.items}
+        return read_params(entries.get("params"), entries.get("seeds"), workload, where, self.problems, zipped)
 
-    def _check_search(self, search: Search, params: Params) -> None:
-        """Whether the axes and the search fit together, and how many trials that makes."""
-        sampled = [name for name, axis in params.axes.items() if not isinstance(axis, Grid)]
-        where = self._where("search")
+    def _relations(self, fields: Mapping[str, FieldFace], params: Params) -> Relations:
+        if not fields:
+            return Relations()
+        search = self.root.entries.get("search")
+        enqueue = search.entries.get("enqueue") if search else None
+        return RelationReader(fields, params, self.problems).read(self.root.entries, enqueue)
+
+    def _fits_search(self, spec: SweepSpec) -> bool:
+        """Whether the axes, the search and the budget fit together, and the number of trials is one to be had."""
+        search, problems, where = spec.search, self.problems, self._where("search")
+        before = len(problems)
         if search.algorithm == "grid":
-            for name in sampled:
-                hint = "write search: {algorithm: random, samples: 20} (or optuna), or a grid"
-                self.problems.add(
-                    self._where(f"params.{name}"), f"params.{name}", f"is sampled, but nothing samples; {hint}"
-                )
-            if search.samples is not None:
-                self.problems.add(where, "search.samples", "belongs to algorithm: random or optuna")
-            self._check_size(params, 1)
-        elif not sampled:
-            self.problems.add(
-                where, "search", f"{search.algorithm} has nothing to sample: no choice or range in params"
-            )
+            self._refuse_samples(spec)
+        elif not spec.sampled_axes:
+            problems.add(where, "search", f"{search.algorithm} has nothing to sample: no choice or range in params")
         elif search.samples is None:
-            self.problems.add(where, "search.samples", f"{search.algorithm} needs a number, such as samples: 20")
-        else:
-            self._check_size(params, search.samples)
+            problems.add(where, "search.samples", f"{search.algorithm} needs a number, such as samples: 20")
+        if search.sampler == "cmaes" and spec.more_metrics:
+            problems.add(where, "search.sampler", f"cmaes knows one metric, not {len(spec.objectives)}; write nsga2")
+        self._check_size(spec)
+        return len(problems) == before
 
-    def _check_size(self, params: Params, samples: int) -> None:
-        grids = (axis.values for axis in params.axes.values() if isinstance(axis, Grid))
-        count = samples * math.prod(len(values) for values in grids)
+    def _refuse_samples(self, spec: SweepSpec) -> None:
+        """What a grid has no use for."""
+        for name in spec.sampled_axes:
+            path = f"params.{name}"
+            hint = "write search: {algorithm: random, samples: 20} (or optuna), or a grid"
+            self.problems.add(self._where(path), path, f"is sampled, but nothing samples; {hint}")
+        for key, given in (("samples", spec.search.samples), ("enqueue", spec.search.enqueue)):
+            if given:
+                path = f"search.{key}"
+                self.problems.add(self._where(path), path, "belongs to algorithm: random or optuna")
+
+    def _check_size(self, spec: SweepSpec) -> None:
+        samples, budget = spec.search.samples or 1, spec.budget.trials
+        grids = [name for name, axis in spec.axes.items() if isinstance(axis, Grid)]
+        count = samples * num_combinations(factors_of(spec, grids))
         if count > MAX_TRIALS:
-            self.problems.add(
-                self._where("params"), "params", f"make {count:,} trials; at most {MAX_TRIALS:,} are possible"
-            )
+            message = f"make {count:,} trials; at most {MAX_TRIALS:,} are possible"
+            self.problems.add(self._where("params"), "params", message)
+        elif budget is not None and spec.search.algorithm == "grid" and budget < (num := num_grid_points(spec)):
+            message = f"{budget} is less than the {num} trials of the grid, which is trained whole or not at all"
+            self.problems.add(self._where("budget.trials"), "budget.trials", message)
 
     def _where(self, path: str) -> str:
         while path not in self.lines and "." in path:

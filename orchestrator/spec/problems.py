@@ -9,13 +9,20 @@ from orchestrator.errors import Problem, SpecError
 
 
 class Problems:
-    """The mistakes seen so far; the same mistake is kept once."""
+    """The mistakes seen so far; the same mistake is kept once, and nothing is said of what could not even be read."""
 
     def __init__(self) -> None:
         self._seen: dict[Problem, None] = {}
+        self._unread: set[tuple[str, str]] = set()
 
     def add(self, where: str, path: str, message: str) -> None:
-        self._seen[Problem(where, path, message)] = None
+        if not any(place == where and f"{inner}.".startswith(f"{path}.") for place, inner in self._unread):
+            self._seen[Problem(where, path, message)] = None
+
+    def add_unread(self, where: str, path: str, message: str) -> None:
+        """A value that is null from here on, at which others would stumble again."""
+        self.add(where, path, message)
+        self._unread.add((where, path))
 
     def __len__(self) -> int:
         return len(self._seen)

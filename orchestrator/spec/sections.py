@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from orchestrator.spec.document import Node
+from orchestrator.spec.domains import is_number
 from orchestrator.spec.faces import WorkloadFace
 from orchestrator.spec.problems import Problems, nearest, unknown_key
-from orchestrator.spec.sweep_spec import Metric, Resources, Retries, Search
+from orchestrator.spec.sweep_spec import Budget, Metric, Resources, Retries, Search
 
 T = TypeVar("T")
 ALGORITHMS = ("grid", "random", "optuna")
-LATER_SAMPLERS = ("gp", "cmaes", "qmc")
+SAMPLERS = ("tpe", "gp", "cmaes", "qmc", "nsga2")
 MAX_TAG_CHARACTERS = 5000  # MLflow's own server stores as many in one tag
 RESERVED_TAGS = ("mlflow.", "orch.")
 
@@ -38,7 +39,7 @@ class Section:
         if node is None or node.value is None:
             return cls(path, {}, problems)
         if not node.is_mapping:
-            problems.add(node.where, path, f"{_shown(node)} is no mapping; known keys: {', '.join(known)}")
+            problems.add(node.where, path, f"{shown(node)} is no mapping; known keys: {', '.join(known)}")
         for key, child in node.entries.items():
             if key not in known:
                 problems.add(child.where, f"{path}.{key}", unknown_key(f"{path}.{key}", known))
@@ -59,7 +60,7 @@ class Section:
 def whole(at_least: int) -> Callable[[Node], int]:
     def convert(node: Node) -> int:
         if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < at_least:
-            raise ValueError(f"{_shown(node)}: a whole number, at least {at_least}, is needed")
+            raise ValueError(f"{shown(node)}: a whole number, at least {at_least}, is needed")
         return node.value
 
     return convert
@@ -72,23 +73,22 @@ def number(above: float = -math.inf, at_least: float = -math.inf, at_most: float
 
     def convert(node: Node) -> float:
         value = node.value
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or not (value > above and at_least <= value <= at_most):  # type: ignore[operator]
-            raise ValueError(f"{_shown(node)}: {needed} is needed")
-        return float(value)  # type: ignore[arg-type]
+        if is_number(value) and math.isfinite(value) and value > above and at_least <= value <= at_most:
+            return float(value)
+        raise ValueError(f"{shown(node)}: {needed} is needed")
 
     return convert
 
 
 def flag(node: Node) -> bool:
     if not isinstance(node.value, bool):
-        raise ValueError(f"{_shown(node)}: write true or false")
+        raise ValueError(f"{shown(node)}: write true or false")
     return node.value
 
 
 def text(node: Node) -> str:
     if not isinstance(node.value, str) or not node.value:
-        raise ValueError(f"{_shown(node)}: text is needed")
+        raise ValueError(f"{shown(node)}: text is needed")
     return node.value
 
 
@@ -98,7 +98,7 @@ def word(*allowed: str) -> Callable[[Node], str]:
             return node.value
         near = nearest(node.text, allowed)
         hint = f"did you mean {near}?" if near else f"one of {', '.join(allowed)} is needed"
-        raise ValueError(f"{_shown(node)}: {hint}")
+        raise ValueError(f"{shown(node)}: {hint}")
 
     return convert
 
@@ -115,14 +115,14 @@ def duration_s(node: Node) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{_shown(node)}: write a duration such as 30m, 90s, 1h30m, or a number of seconds")
+        raise ValueError(f"{shown(node)}: write a duration such as 30m, 90s, 1h30m, or a number of seconds")
     return float(seconds)
 
 
 def gpus(node: Node) -> float:
     share = number(at_least=0)(node)
     if share > 1 and not share.is_integer():
-        raise ValueError(f"{_shown(node)}: a share of one GPU (0.25) or a whole number of them is needed")
+        raise ValueError(f"{shown(node)}: a share of one GPU (0.25) or a whole number of them is needed")
     return share
 
 
@@ -131,7 +131,7 @@ def fuse(node: Node) -> str | int:
         return node.value
     if node.value in ("auto", "off") and isinstance(node.value, str):
         return node.value
-    raise ValueError(f"{_shown(node)}: auto, off or a largest group size, at least 1, is needed")
+    raise ValueError(f"{shown(node)}: auto, off or a largest group size, at least 1, is needed")
 
 
 def as_mapping(node: Node | None, key: str) -> Node | None:
@@ -141,14 +141,27 @@ def as_mapping(node: Node | None, key: str) -> Node | None:
     return Node({key: node}, node.where)
 
 
-def read_metric(node: Node | None, workload: WorkloadFace | None, where: str, problems: Problems) -> Metric:
-    """The objective. It must be a name MLflow can store and one that the workload declares."""
+def read_metrics(node: Node | None, workload: WorkloadFace | None, where: str, problems: Problems) -> list[Metric]:
+    """The objectives, one or a list; the first is shown and sorted by. Never empty."""
+    if node is None or not node.is_list:
+        return [_read_metric(node, workload, where, problems)]
+    if not node.items:
+        problems.add(node.where, "metric", "lists no metric; write metric: {name: val/mse, mode: min}")
+    metrics = [_read_metric(as_mapping(item, "name"), workload, item.where, problems) for item in node.items]
+    for metric, item in zip(metrics, node.items, strict=True):
+        if [one.name for one in metrics].count(metric.name) > 1 and metric.name:
+            problems.add(item.where, "metric", f"{metric.name} is listed twice")
+    return metrics or [Metric("")]
+
+
+def _read_metric(node: Node | None, workload: WorkloadFace | None, where: str, problems: Problems) -> Metric:
+    """An objective. It must be a name MLflow can store and one that the workload declares."""
     section = Section.of(node, "metric", ("name", "mode"), problems)
     mode = section.read("mode", word("min", "max"), "min")
     name = section.read("name", metric_name, "")
     place = section.entries.get("name", node)
     if not name and (place is None or place.value is None or place is node):
-        problems.add(where, "metric", "is missing; write metric: {name: val/mse, mode: min}")
+        problems.add(node.where if node else where, "metric", "is missing; write metric: {name: val/mse, mode: min}")
     if name and place and workload and not workload.declares(name):
         problems.add(place.where, "metric", _undeclared(name, workload))
     return Metric(name, "max" if mode == "max" else "min")
@@ -158,9 +171,9 @@ def metric_name(node: Node) -> str:
     """A name MLflow stores as it is. Source: mlflow.utils.validation (3.17.2)."""
     name = text(node)
     if not re.fullmatch(r"[\w.\- :/]{1,250}", name):
-        raise ValueError(f"{_shown(node)}: letters, digits and _ - . : / or a space are allowed, 250 at most")
+        raise ValueError(f"{shown(node)}: letters, digits and _ - . : / or a space are allowed, 250 at most")
     if posixpath.normpath(name) != name or name.startswith(("..", "/")) or name == ".":
-        raise ValueError(f"{_shown(node)}: no leading, doubled or trailing slash and no dots as a folder")
+        raise ValueError(f"{shown(node)}: no leading, doubled or trailing slash and no dots as a folder")
     return name
 
 
@@ -183,24 +196,23 @@ def _undeclared(name: str, workload: WorkloadFace) -> str:
 
 
 def read_search(node: Node | None, problems: Problems) -> Search:
-    """The search as written; whether it fits the axes is judged once these are known."""
-    section = Section.of(node, "search", ("algorithm", "samples", "seed", "sampler"), problems)
+    """The search as written, without `enqueue`; whether it fits the axes is judged once these are known."""
+    section = Section.of(node, "search", ("algorithm", "samples", "seed", "sampler", "enqueue"), problems)
     algorithm = section.read("algorithm", word(*ALGORITHMS), "grid")
-    search = Search(
+    if "sampler" in section.entries and algorithm != "optuna":
+        problems.add(section.entries["sampler"].where, "search.sampler", "belongs to algorithm: optuna")
+    return Search(
         algorithm=algorithm,  # type: ignore[arg-type]  # `word` lets nothing else through
         samples=section.read("samples", whole(1), None),
         seed=section.read("seed", whole(0), 0),
+        sampler=section.read("sampler", word(*SAMPLERS), "tpe"),  # type: ignore[arg-type]
     )
-    section.read("sampler", _sampler, "tpe")
-    if "sampler" in section.entries and algorithm != "optuna":
-        problems.add(section.entries["sampler"].where, "search.sampler", "belongs to algorithm: optuna")
-    return search
 
 
-def _sampler(node: Node) -> str:
-    if node.value in LATER_SAMPLERS:
-        raise ValueError(f"sampler {node.value} is not supported by this version yet; write tpe")
-    return word("tpe")(node)
+def read_budget(node: Node | None, problems: Problems) -> Budget:
+    """`budget: {trials: 500, time: 2h}`; whether a grid fits is judged once the axes are known."""
+    section = Section.of(node, "budget", ("trials", "time"), problems)
+    return Budget(section.read("trials", whole(1), None), section.read("time", duration_s, None))
 
 
 def read_resources(node: Node | None, problems: Problems) -> Resources:
@@ -223,7 +235,7 @@ def read_show(node: Node | None, workload: WorkloadFace | None, problems: Proble
     if node is None or node.value is None:
         return ()
     if not node.is_list:
-        problems.add(node.where, "show", f"{_shown(node)} is no list; write show: [val/loss]")
+        problems.add(node.where, "show", f"{shown(node)} is no list; write show: [val/loss]")
     names = []
     for item in node.items:
         try:
@@ -236,7 +248,7 @@ def read_show(node: Node | None, workload: WorkloadFace | None, problems: Proble
 def read_tags(node: Node | None, problems: Problems) -> dict[str, str]:
     """Tags as text, spelt as in the file; names that MLflow or orch use themselves are refused."""
     if node is not None and node.value is not None and not node.is_mapping:
-        problems.add(node.where, "tags", f"{_shown(node)} is no mapping; write tags: {{team: router}}")
+        problems.add(node.where, "tags", f"{shown(node)} is no mapping; write tags: {{team: router}}")
     section = Section("tags", dict(node.entries) if node else {}, problems)
     tags: dict[str, str] = {}
     for key, child in section.entries.items():
@@ -254,9 +266,9 @@ def _tag_value(node: Node) -> str:
     return node.text
 
 
-def _shown(node: Node) -> str:
+def shown(node: Node) -> str:
     """The value as a person wrote it, short."""
     if node.is_mapping or node.is_list:
-        shown = str(node.plain())
-        return shown if len(shown) <= 60 else shown[:57] + "..."
+        value = str(node.plain())
+        return value if len(value) <= 60 else value[:57] + "..."
     return repr(node.value) if isinstance(node.value, str) else node.text or "null"

@@ -361,11 +361,7 @@ def test_the_command_line_replaces_seeds_and_seed_alike():
         ("lr: {grid: [1, 2]}", "search: {algorithm: optuna, samples: 3}", "nothing to sample"),
         ("lr: {grid: [1, 2]}", "search: {samples: 3}", "belongs to"),
         ("lr: {uniform: [1, 2]}", "search: {algorithm: random, samples: 0}", "at least 1"),
-        (
-            "lr: {uniform: [1, 2]}",
-            "search: {algorithm: optuna, samples: 1, sampler: gp}",
-            "not supported by this version",
-        ),
+        ("lr: {uniform: [1, 2]}", "search: {algorithm: optuna, samples: 1, sampler: gpp}", "did you mean gp?"),
         ("lr: {uniform: [1, 2]}", "search: {algorithm: rndom, samples: 1}", "did you mean random?"),
         ("k: 1", "search: {algorithm: grid, sampler: tpe}", "belongs to algorithm: optuna"),
     ],
@@ -412,7 +408,7 @@ def test_a_number_of_trials_that_no_ledger_wants_is_refused():
 # --- the other sections ---------------------------------------------------------------------------------------------
 
 
-def test_every_section_of_the_documented_example_is_read():
+def test_every_section_is_read():
     spec = parse(
         """# Does it work?
 name: zloss
@@ -443,9 +439,8 @@ tags: {team: router, year: 2024}
     assert spec.where("params.c_z.grid") == "t.yaml:7"
 
 
-def test_keys_of_later_versions_are_refused_and_not_ignored():
-    for key in ("when", "zip", "exclude", "scheduler", "budget"):
-        assert only(HEAD + f"{key}: {{}}\n") == f"t.yaml:3  {key}  is not supported by this version yet; remove it"
+def test_what_is_said_to_an_editor_is_no_part_of_the_description():
+    assert parse("# yaml-language-server: $schema=sweep.json\n# Does it work?\n" + HEAD).description == "Does it work?"
 
 
 @pytest.mark.parametrize(
@@ -545,7 +540,7 @@ def test_trial_time_is_a_duration_or_seconds(text, seconds):
 
 def test_all_mistakes_of_a_file_come_in_one_answer_in_the_order_of_its_lines():
     lines = complaints(
-        "name: A\nworkload: toy\nmetric: nope\nparams:\n  drp: 1\n  lr: {grid: []}\n  k: x\nlog_every: 0\nwhen: {}\n",
+        "name: A\nworkload: toy\nmetric: nope\nparams:\n  drp: 1\n  lr: {grid: []}\n  k: x\nlog_every: 0\nwhen: 3\n",
         "x=1",
     )
     numbers = [line.split("  ")[0] for line in lines]
@@ -564,15 +559,56 @@ def test_overrides_replace_values_and_whole_axes_and_keep_siblings():
         text,
         "params.lr=3e-3",
         "params.c_z={grid: [0, 1e-3]}",
-        "search={algorithm: grid, samples: null}",
+        "search={algorithm: grid}",
         "params.opt={lr: 3}",
     )
     assert spec.fixed == {"lr": 0.003, "opt.lr": 3.0, "opt.wd": 2.0}
     assert spec.axes == {"c_z": Grid((0.0, 0.001))}
 
 
-def test_a_comma_in_an_overridden_text_stays_one_text():
-    assert parse(HEAD, "params.note=a,b").fixed == {"note": "a,b"}
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("a,b", "a,b"),
+        ("a: b # c", "a: b # c"),
+        (" a b ", "a b"),
+        ("' a '", " a "),
+        ('"{a}, [b]"', "{a}, [b]"),
+        ("it's", "it's"),
+        ("a=b", "a=b"),
+        ("*x & !y | z", "*x & !y | z"),
+        ("'3'", "3"),
+    ],
+)
+def test_commas_spaces_and_signs_in_an_overridden_text_stay_one_text(written, text):
+    assert parse(HEAD, f"params.note={written}").fixed == {"note": text}
+
+
+def test_an_override_may_be_a_list_a_mapping_or_a_whole_axis_at_any_depth():
+    sets = ("params.hidden=[3, 4]", "params.extra={a: 1, b: 2.5}", "params.opt.lr={grid: [1e-3, '1e-2']}")
+    assert "write 0.01 without quotes" in only(HEAD, *sets)
+    spec = parse(
+        HEAD, *sets[:2], "params.opt={lr: {grid: [1e-3, 1e-2]}, wd: 1}", "exclude=[{opt.lr: 1e-3, hidden: [3, 4]}]"
+    )
+    assert spec.fixed == {"hidden": [3, 4], "extra": {"a": 1.0, "b": 2.5}, "opt.wd": 1.0}
+    assert spec.axes == {"opt.lr": Grid((0.001, 0.01))}
+    assert spec.exclude == ({"opt.lr": (0.001,), "hidden": ([3, 4],)},)
+
+
+def test_an_override_takes_the_place_of_a_section_and_a_longer_path_changes_a_part_of_it():
+    text = (
+        UNSTABLE
+        + "unstable: {metric: val/mse, above: 2}\ntags: {team: a, year: 1}\nmetric: {name: val/mse, mode: max}\n"
+    )
+    text = text.replace("metric: val/mse\n", "", 1)
+    spec = parse(text, "unstable={metric: val/mse, below: 0.5}", "tags={}", "metric=train/loss")
+    assert spec.unstable == Unstable("val/mse", "below", 0.5)
+    assert spec.tags == {}
+    assert (spec.metric.name, spec.metric.mode) == ("train/loss", "min")
+    spec = parse(text, "unstable.above=3", "tags.team=b", "metric.name=train/loss")
+    assert spec.unstable == Unstable("val/mse", "above", 3.0)
+    assert spec.tags == {"team": "b", "year": "1"}
+    assert (spec.metric.name, spec.metric.mode) == ("train/loss", "max")
 
 
 def test_overrides_reach_sections_that_are_missing_short_or_empty():
@@ -594,10 +630,14 @@ def test_overrides_reach_sections_that_are_missing_short_or_empty():
         ("params..lr=3", "write --set path.of.key=value"),
         ("params.lr={grid: [1", "not valid YAML"),
         ("params.lr=abc", "valid number"),
+        ("params.lr=1e999", "beyond the range of a float"),
+        ("metric={mode: max}", "metric  is missing; write metric: {name: val/mse, mode: min}"),
+        ("show.0=val/loss", "show.0  show is a list, which is replaced whole: --set 'show=[...]'"),
+        ("params.k.grid.0=2", "params.k.grid is a list, which is replaced whole"),
     ],
 )
 def test_a_wrong_override_is_a_problem_of_the_command_line(override, word):
-    message = only(HEAD + "log_every: 3\n", override)
+    message = only(HEAD + "log_every: 3\nshow: [val/mse]\nparams: {k: {grid: [1, 2]}}\n", override)
     assert message.startswith("--set")
     assert word in message
 

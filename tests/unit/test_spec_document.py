@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import SpecError
+from orchestrator.spec import parse_sweep
 from orchestrator.spec.document import head_comment, parse_document, parse_value, plain_scalar, read_sweep_file
 from orchestrator.spec.problems import Problems
+from orchestrator.workload import describe
 
 
 def parse(text: str):
@@ -78,6 +80,15 @@ def test_aliases_anchors_tags_and_merge_keys_are_refused_together():
     message = complaints("a: &x 1\nb: *x\nc: !!python/object/apply:os.system [ls]\nd: {<<: {}}\ne: !!int '3'\n")
     for line, word in ((1, "anchor &x"), (2, "alias *x"), (3, "tag !!python"), (4, "merge keys"), (5, "tag !!int")):
         assert any(row.startswith(f"t.yaml:{line} ") and word in row for row in message.splitlines()), word
+
+
+def test_what_cannot_be_read_is_told_once():
+    text = "workload: moe_router\nmetric: *m\nparams: {lr: *a, c_z: {grid: [0, 1e999]}, k: *b}\n"
+    with pytest.raises(SpecError) as caught:
+        parse_sweep(text, "t.yaml", describe)
+    places = [(problem.where, problem.path) for problem in caught.value.problems]
+    paths = ("metric", "params.lr", "params.c_z.grid", "params.k")
+    assert places == list(zip(("t.yaml:2", *["t.yaml:3"] * 3), paths, strict=True))
 
 
 @pytest.mark.parametrize(
