@@ -38,6 +38,9 @@ def remove_sweep(home: Path | None, name: str, purge: bool) -> str:
                     runs.archive_experiment(sweep.experiment_id, archive_name)
         if purge:
             ledger.purge(sweep.id)
+            from orchestrator.search.mirror import unmirror  # Optuna takes half a second to import
+
+            unmirror(workspace.database.url, name)
         else:
             ledger.archive(sweep.id)
         with borrowed(engine) as connection:

@@ -10,6 +10,9 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from orchestrator.spec.domains import Choice, Int, Uniform, contains, last_value, nearest_value
+from orchestrator.spec.relations import is_active
+from orchestrator.spec.sweep_spec import SweepSpec
+from orchestrator.trial import Params
 
 Encoded = tuple[dict[str, Any], dict[str, BaseDistribution]]
 
@@ -36,8 +39,14 @@ def suggest(trial: Any, name: str, domain: Any) -> Any:
     return nearest_value(domain, draw(name, form.low, form.high, step=form.step, log=form.log))
 
 
-def has_nested_domain(domain: Any) -> bool:
-    return isinstance(domain, Choice) and any(isinstance(option, Choice | Uniform | Int) for option in domain.options)
+def flat_distributions(name: str, domain: Any) -> dict[str, BaseDistribution]:
+    """The distributions of an axis and of every range inside its choices, as if all of them always existed."""
+    if not isinstance(domain, Choice | Uniform | Int):
+        return {}
+    forms = {name: distribution(domain)}
+    for index, option in enumerate(domain.options if isinstance(domain, Choice) else ()):
+        forms |= flat_distributions(f"{name}[{index}]", option)
+    return forms
 
 
 def encode(name: str, domain: Any, value: Any) -> Encoded | None:
@@ -51,3 +60,21 @@ def encode(name: str, domain: Any, value: Any) -> Encoded | None:
     if not isinstance(domain, Uniform | Int):
         return {}, {}
     return {name: value}, {name: distribution(domain)}
+
+
+def encode_point(spec: SweepSpec, params: Params) -> Encoded | None:
+    """The sampled axes that exist in a trial with these parameters; None if its ranges do not hold one of the values.
+
+    The latter is from before the file's ranges were changed.
+    """
+    values: dict[str, Any] = {}
+    forms: dict[str, BaseDistribution] = {}
+    for name, axis in spec.sampled_axes.items():
+        if not is_active(spec, name, params):
+            continue
+        encoded = encode(name, axis, params.get(name))
+        if encoded is None:
+            return None
+        values |= encoded[0]
+        forms |= encoded[1]
+    return values, forms
