@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from orchestrator.cli.plan import show_plan
 from orchestrator.reports.table import Format
+
+if TYPE_CHECKING:  # `orch plan` needs none of it
+    from orchestrator.planning import SweepRequest
 
 
 @click.command(name="sweep")
@@ -19,6 +23,8 @@ from orchestrator.reports.table import Format
 @click.option("--max-concurrent", type=click.IntRange(min=1), help="Worker processes at once.")
 @click.option("--address", help="A running Ray cluster (default: RAY_ADDRESS, else a local Ray for the sweep's time).")
 @click.option("--inline", is_flag=True, help="Train in this process, one trial after another; no Ray.")
+@click.option("--simulate", is_flag=True, help="Train nothing: run search and scheduler over made-up curves.")
+@click.option("--curves", metavar="SWEEP|FILE", help="With --simulate: recorded ones (CSV: trial,step,value).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line: state changes, then the comparison.")
 @click.pass_context
 def command(
@@ -31,6 +37,8 @@ def command(
     max_concurrent: int | None,
     address: str | None,
     inline: bool,
+    simulate: bool,
+    curves: str | None,
     as_json: bool,
 ) -> int:
     """Run the sweep file SPEC."""
@@ -39,9 +47,8 @@ def command(
         limit = () if max_concurrent is None else (f"resources.max_concurrent={max_concurrent}",)
         show_plan(spec, (*overrides, *limit), name, fmt)
         return 0
-    from orchestrator.cli.progress import progress
-    from orchestrator.cli.sweep_end import print_end
-    from orchestrator.launch import run_sweep
+    if curves is not None and not simulate:
+        raise click.UsageError("--curves goes with --simulate")
     from orchestrator.planning import SweepRequest
 
     request = SweepRequest(
@@ -54,7 +61,24 @@ def command(
         inline=inline,
         home=ctx.obj,
     )
+    if simulate:
+        show_simulation(request, curves, fmt)
+        return 0
+    from orchestrator.cli.progress import progress
+    from orchestrator.cli.sweep_end import print_end
+    from orchestrator.launch import run_sweep
+
     with progress(as_json) as observer:
         ending = run_sweep(request, observer)
     print_end(ending, fmt)
     return ending.exit_code
+
+
+def show_simulation(request: SweepRequest, curves: str | None, fmt: Format) -> None:
+    from orchestrator.cli.output import print_table
+    from orchestrator.simulating import simulate_sweep
+
+    for number, table in enumerate(simulate_sweep(request, curves)):
+        if number and fmt == "table":
+            click.echo()
+        print_table(table, fmt)

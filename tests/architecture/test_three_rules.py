@@ -20,11 +20,11 @@ LAYERS = [
     {"spec", "workload"},
     {"search", "schedulers", "fusion"},
     {"ledger", "tracking", "database"},
-    {"execution"},
+    {"execution", "simulation"},
     {"reports"},
     {
         *("launch", "planning", "preflight", "checking", "backends", "ending", "signals", "removal", "workspace"),
-        *("serve", "doctor", "places"),
+        *("serve", "doctor", "places", "simulating", "extension"),
     },
     {"cli"},
 ]
@@ -33,7 +33,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HOMES = {
     "ray": {"orchestrator/execution/ray_tune"},
     "mlflow": {"orchestrator/tracking"},
-    "psycopg": {"orchestrator/ledger", "orchestrator/database", "orchestrator/tracking"},
+    "psycopg": {f"orchestrator/{part}" for part in ("ledger", "database", "tracking", "search/mirror.py")},
     "sqlalchemy": {"orchestrator/ledger", "orchestrator/database", "orchestrator/tracking"},
     "alembic": {"orchestrator/ledger", "orchestrator/tracking"},
     "optuna": {"orchestrator/search"},
