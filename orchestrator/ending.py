@@ -71,6 +71,20 @@ def remarks_on(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
     return remarks
 
 
+def changed_in_words(query: Query, sweep: str) -> list[str]:
+    """That trials went on with other parameters than those they began with, which tables show."""
+    text = """
+        select count(distinct trial) from orch.decisions
+        where sweep = %s and action = 'exploit' and params <> '{}'
+    """
+    _, [(count,)] = query(text, (sweep,))
+    if not count:
+        return []
+    trials = "1 trial" if count == 1 else f"{count} trials"
+    asked = f"select trial, step, params from decisions where sweep = '{sweep}' and action = 'exploit'"
+    return [f'{trials} changed parameters on the way; above are the first ones: orch sql "{asked}"']
+
+
 def ending_of(query: Query, sweep: str, request: SweepRequest, code: int) -> SweepEnding:
     if code == INTERRUPTED:
         next_commands = [(request.command(resume=True), "go on with what is left")]
@@ -90,6 +104,6 @@ def ending_of(query: Query, sweep: str, request: SweepRequest, code: int) -> Swe
         comparison=compare(query, [sweep], None, None),
         effects=effects(query, sweep),
         found=found_in(query, sweep),
-        remarks=[],
+        remarks=changed_in_words(query, sweep),
         next_commands=next_commands,
     )

@@ -1,4 +1,4 @@
-"""`orch best`: the best finite run and its parameters."""
+"""`orch best`: the best finite run and its parameters, or all runs that no other beats in several metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from orchestrator.reports.table import Format
 def command(
     ctx: click.Context, sweep: str, metric: str | None, mode: str | None, scope: Literal["last", "best"], fmt: Format
 ) -> None:
-    """The best finite run of SWEEP. Exit 1 if no run has a finite value."""
+    """The best finite run of SWEEP; of several metrics, every run that no other beats. Exit 1 if none is finite."""
     from orchestrator.reports.runs import best
     from orchestrator.workspace import open_for_reading
 

@@ -21,7 +21,8 @@ from orchestrator.errors import NotFound
 
 SCHEMA = "orch"
 FOLDER = Path(__file__).parent / "views"
-CORE_VIEWS = ("findings", "metrics", "final_metrics", "runs", "sweeps", "stability")  # a view after those it reads
+CORE_VIEWS = ("findings", "decisions", "metrics", "final_metrics", "runs", "sweeps", "stability")
+"""A view after those it reads."""
 SWEEP_TEMPLATE = "sweep"
 FIXED_COLUMNS = ("run_id", "trial", "state", "diverged", "verdict")
 SQL_TYPES = ("double precision", "bigint", "boolean", "text", "jsonb")

@@ -3,7 +3,8 @@
 A file is whole or not there: it is written under another name, flushed and renamed. Its first line says which config
 it belongs to and what follows, so a torn or foreign file is recognised and the one before it is used; and what the
 verdict on the trial was by then, which its next attempt would not see. Its name says which attempt wrote it: a worker
-that outlives its attempt changes nothing for the ones after.
+that outlives its attempt changes nothing for the ones after. A member of a population leaves its states of milestones
+where others find them, and may go on from another's: that it belongs to another config is then what is wanted.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import Any, BinaryIO, NamedTuple
 from pydantic import BaseModel
 
 from orchestrator.execution.job import Job, Sink
+from orchestrator.execution.population import leave, state_path
 from orchestrator.execution.verdict import Verdict
 from orchestrator.tracking.artifacts import checkpoint_folder
 from orchestrator.trial import Finding, Severity, config_hash
 from orchestrator.workload import flatten
 
-MAGIC = "orch-checkpoint-2"
+MAGIC = "orch-checkpoint-3"
 HEADER = re.compile(rf"{MAGIC} (\w+) (\w+) (\d+) (\{{.*\}})\n")
 """Owner, digest of the state, its size in bytes; `Verdict.memory` as JSON."""
 HEADER_LIMIT = 2**20  # bytes; every first line is shorter: it may name each field of a config
@@ -78,6 +80,9 @@ class RunCheckpoint:
         self._job, self._owner, self._sink, self._verdict = job, owner, sink, verdict
         self._folder = checkpoint_folder(job.artifact_uri)
         self._last: Path | None = None  # loaded or saved
+        self._milestone: int | None = None  # whose state is to be kept for others
+        self.is_behind = False  # that state was not saved yet
+        self._is_pausing = False
 
     def load(self) -> bytes | None:
         for place, path in newest_first(self._job.artifact_uri):
@@ -93,28 +98,56 @@ class RunCheckpoint:
                 return state
         return None
 
+    def copy(self, number: int) -> bool:
+        """Puts another trial's state of the step before this attempt in the place of ours; False while there is none.
+
+        What the verdict on that trial was by then comes along.
+        """
+        assert self._folder is not None, "no population without a folder"
+        step = self._job.first_step - 1
+        try:
+            state, memory = _read(state_path(Path(self._job.population), number, step), None)
+        except Unusable:
+            return False
+        _write(self._path(step), self._owner, state, memory)
+        return True
+
+    def expect(self, step: int, pausing: bool) -> None:
+        """The state after this step is wanted by others, and to go on from when `pausing`."""
+        self._milestone, self._is_pausing, self.is_behind = step, pausing, True
+
     def _refuse_later(self, place: Place) -> None:
         """The ledger says where this attempt's points begin; a worker that could not be stopped may have gone on."""
         if place.attempt != self._job.attempt and place.step >= self._job.first_step:
             raise Unusable("it came after this attempt began")
 
     def due(self, step: int) -> bool:
-        return self._folder is not None and step > 0 and step % self._job.checkpoint_every == 0
+        if self._folder is None or step <= 0:
+            return False
+        if step == self._milestone:
+            return not self._is_pausing  # else it is saved by whoever looks at `context.stopping`
+        return step % self._job.checkpoint_every == 0
 
     def save(self, step: int, state: bytes) -> None:
         if self._folder is None:
             return
         self._sink.sync()  # else the next attempt could go on behind reports that were lost
-        path = self._folder / f"step-{step}.attempt-{self._job.attempt}"
+        path = self._path(step)
         try:
             _write(path, self._owner, state, self._verdict.memory())
+            if self._job.population and step == self._milestone:
+                leave(Path(self._job.population), self._job.number, step, path)
             if path != self._last:
                 _remove_others({path, self._last or path}, self._job.attempt)
         except OSError as error:
             message = f"checkpoints cannot be kept in {self._folder}: {error.strerror or error}"
             self._warn(message, "training goes on; interrupted now, it starts again at the last one that was kept")
         else:
-            self._last = path
+            self._last, self.is_behind = path, self.is_behind and step != self._milestone
+
+    def _path(self, step: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"step-{step}.attempt-{self._job.attempt}"
 
     def _warn(self, message: str, advice: str) -> None:
         self._sink.finding(self._job, Finding(CHECK_NAME, Severity.WARNING, message, advice))
@@ -153,8 +186,8 @@ def _remove_others(kept: set[Path], attempt: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _read(path: Path, owner: str) -> tuple[bytes, dict[str, Any]]:
-    """The state in a file, and what the verdict remembered by then. Raises Unusable."""
+def _read(path: Path, owner: str | None) -> tuple[bytes, dict[str, Any]]:
+    """The state in a file, and what the verdict remembered by then; None is any owner. Raises Unusable."""
     with _opened(path, owner) as (file, digest, memory):
         state = file.read()
     if _digest(state) != digest:
@@ -171,7 +204,7 @@ def _is_usable(path: Path, owner: str) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, owner: str) -> Iterator[tuple[BinaryIO, str, dict[str, Any]]]:
+def _opened(path: Path, owner: str | None) -> Iterator[tuple[BinaryIO, str, dict[str, Any]]]:
     """The file, read up to its state, the digest that the state must have, and the memory. Raises Unusable."""
     try:
         with path.open("rb") as file:
@@ -179,7 +212,7 @@ def _opened(path: Path, owner: str) -> Iterator[tuple[BinaryIO, str, dict[str, A
             if header is None:
                 raise Unusable("it is no checkpoint of this version of orch")
             its_owner, digest, size_bytes, memory = header.groups()
-            if its_owner != owner:
+            if owner not in (None, its_owner):
                 raise Unusable("it belongs to another workload or config")
             if int(size_bytes) != os.fstat(file.fileno()).st_size - file.tell():
                 raise Unusable("it was not written to its end")

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orchestrator.execution.job import Feed, Job
+from orchestrator.execution.judging import Judge, Unjudged, rebuilt
 from orchestrator.execution.trial_run import run_trial
-from orchestrator.tracking.recorder import FindingRow, Points, Recorder, Remainder, connect_by_url
-from orchestrator.trial import Finding
+from orchestrator.tracking.recorder import DecisionRow, FindingRow, Points, Recorder, Remainder, connect_by_url
+from orchestrator.trial import Decision, Finding
 
 SYNC_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
@@ -22,6 +23,10 @@ def points_of(job: Job, step: int, timestamp_ms: int, metrics: Mapping[str, floa
 
 def finding_of(job: Job, finding: Finding) -> FindingRow:
     return FindingRow(job.sweep_id, job.trial_id, job.attempt, finding)
+
+
+def decision_of(job: Job, decision: Decision) -> DecisionRow:
+    return DecisionRow(job.sweep_id, job.trial_id, job.attempt, decision)
 
 
 class RecorderSink:
@@ -39,7 +44,10 @@ class RecorderSink:
         self._recorder.record([points_of(job, step, timestamp_ms, metrics)])
 
     def finding(self, job: Job, finding: Finding) -> None:
-        self._recorder.findings([finding_of(job, finding)])
+        self._recorder.notes([finding_of(job, finding)])
+
+    def decision(self, job: Job, decision: Decision) -> None:
+        self._recorder.notes([decision_of(job, decision)])
 
     def sync(self) -> None:
         self._recorder.sync(SYNC_TIMEOUT_S)
@@ -54,8 +62,9 @@ def run_inline(feed: Feed, database_url: str, journal_folder: Path) -> Remainder
     sink = RecorderSink(recorder, feed)
     close_timeout_s = CLOSE_TIMEOUT_S
     try:
+        judge = _judge(feed, recorder, database_url)
         while not feed.stopping and (job := feed.next_job()) is not None:
-            feed.ended(job, run_trial(job, sink))
+            feed.ended(job, run_trial(job, sink, judge))
     except BaseException:
         close_timeout_s = CLOSE_AFTER_ERROR_TIMEOUT_S
         raise
@@ -63,3 +72,13 @@ def run_inline(feed: Feed, database_url: str, journal_folder: Path) -> Remainder
         remainder = recorder.close(close_timeout_s)
     feed.recorded()
     return remainder
+
+
+def _judge(feed: Feed, recorder: Recorder, database_url: str) -> Judge:
+    """The sweep's scheduler, in this process; what dead commands left of its decisions is stored before."""
+    if feed.case is None:
+        return Unjudged()
+    recorder.drain(SYNC_TIMEOUT_S)
+    judge = rebuilt(feed.case, database_url)
+    feed.judged_by(judge)
+    return judge

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from orchestrator.trial import Failure, Finding, Outcome, TrialState
+from orchestrator.trial import Decision, Failure, Finding, Outcome, TrialState
+
+if TYPE_CHECKING:  # the check of a workload makes a job and needs no database
+    from orchestrator.execution.judging import Case, Judge
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class Job:
     thresholds: Mapping[str, float] = field(default_factory=dict)  # of the sweep's `health`, by name
     stop_on: Sequence[str] = ()  # findings of these checks end the trial as stopped
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # what the sweep varies, and some of the values
+    more_metrics: Sequence[str] = ()  # further objectives
+    changes: Mapping[str, Any] = field(default_factory=dict)  # what copies of other trials have changed of `params`
+    copy_from: int | None = None  # the trial whose state of the step before `first_step` takes the place of ours
+    max_steps: int | None = None  # where the scheduler ends a trial, whatever it reports there
+    population: str = ""  # the folder in which members of a population find each other's states; empty: there is none
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -48,7 +56,8 @@ def outcome_to_json(outcome: Outcome) -> str:
 
 def outcome_from_json(text: str) -> Outcome:
     values = json.loads(text)
-    return Outcome(**{**values, "state": TrialState(values["state"]), "failure": Failure(values["failure"])})
+    values |= {"state": TrialState(values["state"]), "failure": Failure(values["failure"])}
+    return Outcome(**{**values, "more_objectives": tuple(values["more_objectives"])})
 
 
 class Sink(Protocol):
@@ -66,11 +75,24 @@ class Sink(Protocol):
         """Returns when everything said so far is safe on disk."""
 
 
+class TrialSink(Sink, Protocol):
+    """One that also takes what is decided about the trial."""
+
+    def decision(self, job: Job, decision: Decision) -> None: ...
+
+
 class Feed(Protocol):
     """What a backend asks of the sweep it works for."""
 
     @property
     def stopping(self) -> bool: ...
+
+    @property
+    def case(self) -> Case | None:
+        """What a judge of the trials is to be made of; None where nobody judges."""
+
+    def judged_by(self, judge: Judge) -> None:
+        """Whom to ask from now on; said before the first job is taken."""
 
     def next_job(self) -> Job | None:
         """The next attempt to run, or None when there is none now."""

@@ -12,21 +12,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from orchestrator.database.borrow import borrowed
 from orchestrator.database.connection import is_away
-from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound
+from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound, SpecError
 from orchestrator.execution.checkpoints import first_step_of, forget, owner_of
 from orchestrator.execution.field_reads import UNREAD_FIELD, field_of
 from orchestrator.execution.job import Job
+from orchestrator.execution.judging import Case, Judge, Start, Unjudged, copy_in_words
+from orchestrator.execution.mirroring import Mirroring
 from orchestrator.execution.news import News
 from orchestrator.execution.patience import Patience
+from orchestrator.execution.population import disband, population_folder
+from orchestrator.execution.time_budget import TimeBudget
 from orchestrator.ledger.rows import SweepRow, TrialRow
 from orchestrator.ledger.store import Ledger
+from orchestrator.search import plan_count
 from orchestrator.search.searcher import Searcher
+from orchestrator.spec.cross_fields import resolved
 from orchestrator.spec.domains import distinct, ends
+from orchestrator.spec.relations import is_active
 from orchestrator.spec.resolved import to_json
 from orchestrator.spec.sweep_spec import SweepSpec
 from orchestrator.tracking.artifacts import store_text
-from orchestrator.trial import Candidate, Failure, Finding, Outcome, Told, TrialState, config_hash, jsonable
+from orchestrator.tracking.bulk import write_decisions
+from orchestrator.tracking.records import DecisionRow
+from orchestrator.trial import Candidate, Failure, Finding, Outcome, Params, Told, TrialState, config_hash, jsonable
 from orchestrator.workload import Description, flatten
 
 if TYPE_CHECKING:  # MLflow takes a second to import: a finished sweep is shown without it
@@ -34,6 +44,7 @@ if TYPE_CHECKING:  # MLflow takes a second to import: a finished sweep is shown 
 
 RETRYABLE = (Failure.WORKER_DEATH, Failure.OUT_OF_MEMORY, Failure.TIMEOUT)
 HOLD_CHECK_S = 5.0
+BUDGET_REACHED = "budget reached"
 MAX_TRIED_VALUES = 8  # of an axis, to see whether it acts through other fields
 
 
@@ -78,15 +89,18 @@ class SweepRun:
         run_tags: Mapping[str, str],
         refresh_views: Callable[[bool], None],
         keep_hold: Callable[[], None],
+        mirroring: Mirroring | None = None,
     ) -> None:
         self.sweep, self.spec, self.workload, self.searcher = sweep, spec, workload, searcher
         self.ledger, self.runs, self.observer, self.placement = ledger, runs, observer, placement
-        self.run_tags, self.refresh_views = run_tags, refresh_views
+        self.run_tags, self.refresh_views, self.mirroring = run_tags, refresh_views, mirroring
         self.trials: dict[int, TrialRow] = {row.number: row for row in ledger.trials(sweep.id)}
         self.abort_reason = ""
         self.without_record: dict[int, str] = {}  # trial number -> why MLflow does not show how it ended
         self.interrupted = False
         self.lost_to: AlreadyExists | None = None  # another command drives this sweep now
+        self.time = TimeBudget(spec.budget.time_s, ledger, sweep.id)
+        self._judge: Judge = Unjudged()
         self._num_failures: Counter[int] = Counter()  # by trial number, since this command began
         self._keep_hold, self._held_at = keep_hold, time.monotonic()
         self.patiently = Patience(observer.said, lambda: self.interrupted, keep_hold)
@@ -104,7 +118,16 @@ class SweepRun:
 
     @property
     def stopping(self) -> bool:
-        return self.interrupted or bool(self.abort_reason) or self.lost_to is not None
+        return self.interrupted or bool(self.abort_reason) or self.lost_to is not None or self.time.is_up
+
+    @property
+    def case(self) -> Case | None:
+        if self.spec.schedule.algorithm == "none":
+            return None
+        return Case(self.sweep.id, self.spec, plan_count(self.spec))
+
+    def judged_by(self, judge: Judge) -> None:
+        self._judge = judge
 
     def next_job(self) -> Job | None:
         if self.lost_to is not None:
@@ -123,14 +146,25 @@ class SweepRun:
         return self._searched_out and not any(row.state in unfinished for row in self.trials.values())
 
     def ended(self, job: Job, outcome: Outcome) -> None:
-        if self._deserves_retry(job, outcome):
-            self.patiently(lambda: self.ledger.requeue(job.trial_id, job.attempt, outcome))
-            self._remember(job.number, TrialState.WAITING, outcome)
+        if outcome.state is TrialState.KILLED and self.time.is_up and not self.interrupted:
+            outcome = replace(outcome, state=TrialState.WAITING, reason=BUDGET_REACHED)
+        if outcome.state is TrialState.WAITING:
+            self._put_back(job, outcome)
+        elif self._deserves_retry(job, outcome):
+            self._put_back(job, outcome)
             self.observer.ended(job, outcome, will_retry=True)
-            return
-        self._close(job, outcome)
+        else:
+            self._close(job, outcome)
+            self.abort_reason = self.abort_reason or self._hopeless(job, outcome)
+        self.time.ended()
+
+    def _hopeless(self, job: Job, outcome: Outcome) -> str:
+        """Why no other trial will do better than this one; empty where one may."""
         if outcome.failure is Failure.NO_OBJECTIVE and not self._any_objective():
-            self.abort_reason = f"trial {job.number} ended, but it {outcome.reason}; set metric.name to one of these"
+            return f"trial {job.number} ended, but it {outcome.reason}; set metric.name to one of these"
+        if outcome.failure is Failure.NO_CHECKPOINT:
+            return f"no trial of {job.workload} can go on without a saved state: see trial {job.number} above"
+        return ""
 
     def tick(self) -> None:
         if self.interrupted and not self._said_stopping:
@@ -138,7 +172,10 @@ class SweepRun:
             self.observer.said("stopping: running trials save their state and end; once more stops at once")
         try:
             self._check_hold()
+            self.time.look()
             self.refresh_views(False)
+            if self.mirroring is not None:
+                self.mirroring.tick(self.history)
             if self._news.is_due():
                 self._tell_news()
         except AlreadyExists as error:
@@ -150,6 +187,8 @@ class SweepRun:
     def recorded(self) -> None:
         if self.lost_to is not None:
             return
+        if all(row.state.is_over for row in self.trials.values()):
+            self._disband()
         self.patiently(self._tell_news)
         if not self.stopping and (fields := self.patiently(self._never_read)):
             self.abort_reason = (
@@ -157,16 +196,28 @@ class SweepRun:
                 "make the workload use it, or take it out of params"
             )
 
+    def _disband(self) -> None:
+        """Nobody copies any more: the population's states go."""
+        run_id = next((row.run_id for row in self.trials.values() if row.run_id), None)
+        if run_id is None or self.spec.schedule.algorithm != "pbt":
+            return
+        if (folder := population_folder(self.runs.artifact_uri(self._experiment_id(), run_id))) is not None:
+            disband(folder)
+
     def _tell_news(self) -> None:
         for row in self._news.take():
             self.observer.found(row.number, row.finding)
 
     def _never_read(self) -> list[str]:
         """The axes that acted in no finished trial of the sweep, those of earlier commands included."""
-        num_finished = self.counts()[TrialState.FINISHED]
         counts = self.ledger.count_messages(self.sweep.id, UNREAD_FIELD)
-        unread = {field_of(message) for message, count in counts.items() if count == num_finished}
-        return [name for name in self._axes if name in unread]
+        unread = {field_of(message): count for message, count in counts.items()}
+        finished = [row.params for row in self.trials.values() if row.state is TrialState.FINISHED]
+        return [name for name in self._axes if unread.get(name) == sum(map(self._has(name), finished)) > 0]
+
+    def _has(self, axis: str) -> Callable[[Params], bool]:
+        """Whether the axis exists for a trial of these parameters."""
+        return lambda params: is_active(self.spec, axis, params)
 
     def _check_hold(self) -> None:
         """A restarted database has forgotten that the sweep is ours; somebody else may have taken it since."""
@@ -181,11 +232,17 @@ class SweepRun:
 
     def expand(self) -> Sequence[TrialRow]:
         """Asks the searcher for more and writes what is new into the ledger, before anything trains."""
-        candidates = self.searcher.ask(self._history())
+        candidates = self.searcher.ask(self.history())
         if candidates is None:
             self._searched_out = True
             return ()
-        items = [self._ledger_item(candidate) for candidate in candidates]
+        try:
+            items = [self._ledger_item(candidate) for candidate in candidates]
+        except SpecError as error:
+            if not self.trials:
+                raise
+            self.abort_reason, self._searched_out = str(error), True  # what is trained by now is kept
+            return ()
 
         def add_again() -> Sequence[TrialRow]:
             self.ledger.add_trials(self.sweep.id, items)  # the first try may have added them
@@ -223,22 +280,12 @@ class SweepRun:
 
         `again` looks first for the run that a failed try may have made.
         """
-        attempt_number, first_step = trial.attempts + 1, 0
-        if trial.run_id is None:
-            key = f"{self.sweep.id}/{trial.number}"
-            run_id = (self.runs.adopt([key]).get(key) if again else None) or self.runs.create(
-                self._experiment_id(),
-                trial_key=key,
-                run_name=f"{self.sweep.name}-{trial.number}",
-                params=trial.config,
-                tags=self._tags(trial),
-            )
-            self.ledger.set_run(trial.id, run_id)
-            not_before = None
-        else:
-            run_id = trial.run_id
-            first_step = self._first_step(trial, run_id)
-            not_before = self.runs.reopen(run_id, attempt_number, first_step)
+        run_id = trial.run_id or self._new_run(trial, again)
+        first_step = self._first_step(trial, run_id) if trial.run_id else 0
+        start = self._judge.begin(trial.number, trial.params, first_step)
+        not_before = None
+        if trial.run_id:
+            not_before = self.runs.reopen(run_id, trial.attempts + 1, first_step, self._noted(trial, start))
         attempt = self.ledger.begin_attempt(
             trial.id,
             self.placement.host,
@@ -250,12 +297,44 @@ class SweepRun:
         if attempt.number > 1:
             self.runs.mirror_findings(trial.id)  # this attempt supersedes some of what was found
         artifact_uri = self.runs.artifact_uri(self._experiment_id(), run_id)
-        job = self._job(trial, attempt.number, run_id, artifact_uri, _milliseconds(attempt.started_at), first_step)
+        job = self._job(
+            replace(trial, run_id=run_id),
+            attempt.number,
+            artifact_uri,
+            _milliseconds(attempt.started_at),
+            first_step,
+            start,
+        )
         if attempt.number == 1:
             store_text(job.artifact_uri, self._spec_text, "sweep.json")
-        self._remember(trial.number, TrialState.RUNNING, None, run_id=run_id)
-        self.observer.started(job)
+        self._begun(job)
         return job
+
+    def _new_run(self, trial: TrialRow, again: bool) -> str:
+        key = f"{self.sweep.id}/{trial.number}"
+        run_id = (self.runs.adopt([key]).get(key) if again else None) or self.runs.create(
+            self._experiment_id(),
+            trial_key=key,
+            run_name=f"{self.sweep.name}-{trial.number}",
+            params=trial.config,
+            tags=self._tags(trial),
+        )
+        self.ledger.set_run(trial.id, run_id)
+        return run_id
+
+    def _begun(self, job: Job) -> None:
+        self._remember(job.number, TrialState.RUNNING, None, run_id=job.run_id)
+        self.time.begun()
+        self.observer.started(job)
+
+    def _noted(self, trial: TrialRow, start: Start) -> dict[str, str]:
+        """Stores what was decided where the trial paused, before anybody acts on it; the tag of a copy."""
+        if start.decision is None:
+            return {}
+        with borrowed(self.ledger.engine) as connection:
+            write_decisions(connection, [DecisionRow(self.sweep.id, trial.id, trial.attempts, start.decision)])
+        is_copy = start.source is not None
+        return {f"orch.exploit.step-{start.decision.step}": copy_in_words(start.decision)} if is_copy else {}
 
     def _first_step(self, trial: TrialRow, run_id: str) -> int:
         """Where the next attempt at a trial goes on."""
@@ -275,7 +354,13 @@ class SweepRun:
             return row
 
         row = self.patiently(reached)
-        self._close(self._job(row, row.attempts, row.run_id or "", "", 0), outcome)
+        self._close(self._job(row, row.attempts, artifact_uri="", started_at_ms=0), outcome)
+
+    def _put_back(self, job: Job, outcome: Outcome) -> None:
+        """Lets the trial wait for another attempt; meanwhile MLflow does not show its run as running."""
+        self.patiently(lambda: self.ledger.requeue(job.trial_id, job.attempt, outcome))
+        self._remember(job.number, TrialState.WAITING, outcome)
+        self._end_run(job, replace(outcome, state=TrialState.WAITING, error=""))
 
     def _close(self, job: Job, outcome: Outcome) -> None:
         device = self.placement.device
@@ -285,6 +370,7 @@ class SweepRun:
             self.without_record[job.number] = "another command has taken the trial over"
         self._remember(job.number, outcome.state, outcome)
         self._end_run(job, outcome)
+        self._judge.over(job.number)
         if outcome.state.is_result:
             forget(job.artifact_uri)
         self.observer.ended(job, outcome, will_retry=False)
@@ -317,25 +403,37 @@ class SweepRun:
         return self.spec.retries.any_error or outcome.failure in RETRYABLE
 
     def _any_objective(self) -> bool:
-        return any(row.objective is not None for row in self.trials.values())
+        return any(None not in (row.objective, *row.more_objectives) for row in self.trials.values())
 
-    def _history(self) -> list[Told]:
+    def history(self) -> list[Told]:
+        """What a searcher is told: every trial so far, by number."""
         rows = sorted(self.trials.values(), key=lambda row: row.number)
-        return [Told(Candidate(row.params, row.cell, row.sample), row.state, row.objective) for row in rows]
+        return [
+            Told(row.candidate, row.state, row.objective, tuple(row.more_objectives), row.last_step) for row in rows
+        ]
 
     def _ledger_item(self, candidate: Candidate) -> tuple[Candidate, dict[str, Any], str]:
-        config = flatten(self.workload.resolve(candidate.params))
+        """Raises SpecError for a trial that the workload refuses."""
+        config = flatten(resolved(self.spec, self.workload.resolve, candidate.params))
         return candidate, {name: jsonable(value) for name, value in config.items()}, config_hash(candidate.params)
 
     def _job(
-        self, trial: TrialRow, attempt: int, run_id: str, artifact_uri: str, started_at_ms: int, first_step: int = 0
+        self,
+        trial: TrialRow,
+        attempt: int,
+        artifact_uri: str,
+        started_at_ms: int,
+        first_step: int = 0,
+        start: Start | None = None,
     ) -> Job:
+        start = start or Start()
+        population = population_folder(artifact_uri) if self.spec.schedule.algorithm == "pbt" else None
         return Job(
             sweep_id=self.sweep.id,
             trial_id=trial.id,
             number=trial.number,
             attempt=attempt,
-            run_id=run_id,
+            run_id=trial.run_id or "",
             workload=self.workload.address,
             params=dict(trial.params),
             metric=self.spec.metric.name,
@@ -349,7 +447,12 @@ class SweepRun:
             trial_time_s=self.spec.resources.trial_time_s,
             thresholds=self.spec.thresholds,
             stop_on=self.spec.stop_on,
-            axes=self._axes,
+            axes={name: values for name, values in self._axes.items() if self._has(name)(trial.params)},
+            more_metrics=[metric.name for metric in self.spec.more_metrics],
+            changes=start.changes,
+            copy_from=start.source,
+            max_steps=self.spec.schedule.max_steps,
+            population=str(population or ""),
         )
 
     def _experiment_id(self) -> str:
@@ -369,18 +472,22 @@ class SweepRun:
     def _remember(self, number: int, state: TrialState, outcome: Outcome | None, run_id: str | None = None) -> None:
         """Keeps our copy of the ledger's row in step, so that progress and searching read no database."""
         row = self.trials[number]
+        said = row if outcome is None or outcome.last_step is None else outcome  # else it reported nothing new
         self.trials[number] = replace(
             row,
             state=state,
             run_id=run_id or row.run_id,
-            objective=outcome.objective if outcome else row.objective,
+            objective=said.objective,
+            more_objectives=list(said.more_objectives),
+            last_step=said.last_step,
             attempts=row.attempts + (state is TrialState.RUNNING),
         )
 
 
 def values_by_axis(spec: SweepSpec) -> dict[str, Sequence[Any]]:
     """What the sweep varies, and some of the values; an axis with one value varies nothing."""
-    values = {name: distinct(ends(axis)) for name, axis in spec.axes.items()}
+    elsewhere = {name: (when.otherwise,) for name, when in spec.when.items()}
+    values = {name: distinct([*ends(axis), *elsewhere.get(name, ())]) for name, axis in spec.axes.items()}
     return {name: several[:MAX_TRIED_VALUES] for name, several in values.items() if len(several) > 1}
 
 

@@ -1,4 +1,4 @@
-"""The ledger's tables: which sweeps, trials, attempts and findings there are. Holds no metrics; those are MLflow's."""
+"""The ledger's tables: sweeps, trials, attempts, findings and decisions. Holds no metrics; those are MLflow's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import BigInteger, DateTime, ForeignKey, Identity, Index, Integer, MetaData, Text, func, text
-from sqlalchemy.dialects.postgresql import DOUBLE_PRECISION, JSONB
+from sqlalchemy.dialects.postgresql import ARRAY, DOUBLE_PRECISION, JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 SCHEMA = "orch_ledger"
@@ -81,6 +81,9 @@ class Trial(Base):
     reason: Mapped[str] = mapped_column(Text, server_default="")
     error: Mapped[str] = mapped_column(Text, server_default="")
     objective: Mapped[float | None] = mapped_column(DOUBLE_PRECISION)  # may be non-finite
+    more_objectives: Mapped[list[float | None]] = mapped_column(  # the sweep's further metrics, in their order
+        ARRAY(DOUBLE_PRECISION), server_default=text("'{}'::double precision[]")
+    )
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     attempts: Mapped[int] = mapped_column(Integer, server_default="0")
     started_at: Mapped[datetime | None] = mapped_column(Moment)
@@ -93,8 +96,14 @@ class Trial(Base):
         Index("trials_sweep_id_config_hash_key", "sweep_id", "config_hash", unique=True),
         Index("trials_sweep_id_number_key", "sweep_id", "number", unique=True),
         Index("trials_run_id_key", "run_id", unique=True),
-        # A claim looks for the lowest waiting number and must not read the thousands that are over.
-        Index("trials_waiting", "sweep_id", "number", postgresql_where=text("state = 'waiting'")),
+        # A claim looks for the trial that is least far and must not read the thousands that are over.
+        Index(
+            "trials_waiting",
+            text("sweep_id"),
+            text("last_step nulls first"),
+            text("number"),
+            postgresql_where=text("state = 'waiting'"),
+        ),
         # The view `runs` finds the trial that another one is held against by its parameters.
         Index("trials_params", "params", postgresql_using="hash"),
     )
@@ -153,6 +162,30 @@ class FindingRow(Base):
             postgresql_nulls_not_distinct=True,
         ),
         Index("findings_trial_id", "trial_id"),
+    )
+
+
+class DecisionRow(Base):
+    """What a scheduler decided about a trial at a step. The attempt is the one that came to that step first."""
+
+    __tablename__ = "decisions"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    sweep_id: Mapped[int] = mapped_column(BigInteger, ForeignKey(SWEEP, ondelete="CASCADE"))
+    trial_id: Mapped[int] = mapped_column(BigInteger, ForeignKey(TRIAL, ondelete="CASCADE"))
+    attempt: Mapped[int] = mapped_column(Integer)
+    step: Mapped[int] = mapped_column(BigInteger)
+    value: Mapped[float | None] = mapped_column(DOUBLE_PRECISION)  # the objective it was judged by; may be non-finite
+    action: Mapped[str] = mapped_column(Text)  # an Action
+    reason: Mapped[str] = mapped_column(Text, server_default="")
+    source: Mapped[int | None] = mapped_column(Integer)  # number of the trial whose state is copied
+    params: Mapped[dict[str, Any]] = mapped_column(JSONB, server_default=text("'{}'::jsonb"))  # what changes
+    created_at: Mapped[datetime] = mapped_column(Moment, server_default=func.now())
+
+    __table_args__ = (
+        # A replayed journal and an attempt that does a step again say the same. A pause may end in a copy, at its step.
+        Index("decisions_replay_key", "trial_id", "step", "action", unique=True),
+        Index("decisions_sweep_id", "sweep_id", "id"),
     )
 
 

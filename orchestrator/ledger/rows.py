@@ -51,6 +51,7 @@ class TrialRow:
     reason: str
     error: str
     objective: float | None
+    more_objectives: list[float | None]
     last_step: int | None
     attempts: int
     started_at: datetime | None

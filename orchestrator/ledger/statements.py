@@ -46,7 +46,7 @@ CLAIM = text(
     with next as (
         select id from orch_ledger.trials
         where sweep_id = :sweep_id and state = 'waiting'
-        order by number
+        order by last_step nulls first, number
         limit 1
         for update skip locked
     )
@@ -68,6 +68,9 @@ BEGIN_ATTEMPT = text(
     trial as (
         update orch_ledger.trials
         set state = 'running', attempts = attempts + 1, ended_at = null, reason = '', host = :host,
+            objective = case when :first_step > 0 then objective end,
+            more_objectives = case when :first_step > 0 then more_objectives else '{{}}' end,
+            last_step = case when :first_step > 0 then last_step end,
             git_commit = coalesce(nullif(:git_commit, ''), git_commit),
             started_at = coalesce(started_at, clock_timestamp())
         where id = :trial_id
@@ -88,6 +91,14 @@ BEGIN_ATTEMPT = text(
     """
 )
 
+# An attempt that was cut short or died before its first report takes nothing back of what the trial has reported.
+REPORTED = """
+        objective = coalesce(:objective, trials.objective),
+        more_objectives = case
+            when array_remove(cast(:more_objectives as double precision[]), null) = '{}' then trials.more_objectives
+            else :more_objectives
+        end"""
+
 # An attempt that was marked killed may still be finished by its own worker; a lost one is another's by now.
 CLOSE_ATTEMPT = """
     update orch_ledger.attempts
@@ -101,8 +112,9 @@ FINISH = text(
     f"""
     with closed as ({CLOSE_ATTEMPT})
     update orch_ledger.trials as trials
-    set state = :state, objective = :objective, last_step = :last_step, diverged_at = :diverged_at,
-        reason = :reason, error = :error, ended_at = clock_timestamp(),
+    set state = :state,{REPORTED},
+        last_step = coalesce(cast(:last_step as bigint), trials.last_step),
+        diverged_at = :diverged_at, reason = :reason, error = :error, ended_at = clock_timestamp(),
         host = coalesce(nullif(:host, ''), trials.host), device = coalesce(nullif(:device, ''), trials.device)
     from closed
     where trials.id = closed.trial_id and trials.attempts = :attempt and trials.state <> 'waiting'
@@ -110,11 +122,13 @@ FINISH = text(
     """
 )
 
+# A trial that waits on purpose has come so far; one whose attempt failed may have to begin anew and is claimed first.
 REQUEUE = text(
     f"""
     with closed as ({CLOSE_ATTEMPT})
     update orch_ledger.trials as trials
-    set state = 'waiting', last_step = :last_step, reason = :reason, ended_at = null
+    set state = 'waiting', reason = :reason, ended_at = null,{REPORTED},
+        last_step = case when :state = 'waiting' then coalesce(cast(:last_step as bigint), trials.last_step) end
     from closed
     where trials.id = closed.trial_id and trials.attempts = :attempt
     returning trials.id
@@ -125,8 +139,8 @@ RELEASE = text(
     f"""
     with released as (
         update orch_ledger.trials as trials
-        set state = 'waiting', objective = null, last_step = null, diverged_at = null, reason = '', error = '',
-            ended_at = null
+        set state = 'waiting', objective = null, more_objectives = '{{}}', last_step = null, diverged_at = null,
+            reason = '', error = '', ended_at = null
         where sweep_id = :sweep_id and (state = any(:states) or number = any(:numbers))
         returning {TRIAL_COLUMNS}
     ),
@@ -164,6 +178,58 @@ FINDINGS_AFTER = text(
     join orch_ledger.trials as trial on trial.id = finding.trial_id
     where finding.sweep_id = :sweep_id and finding.id > :finding_id
     order by finding.id
+    """
+)
+
+DECISIONS = text(
+    """
+    select
+        trial.number as trial, decision.step, decision.value, decision.action, decision.reason, decision.source,
+        decision.params
+    from orch_ledger.decisions as decision
+    join orch_ledger.trials as trial on trial.id = decision.trial_id
+    where decision.sweep_id = :sweep_id
+    order by decision.id
+    """
+)
+
+# Seconds in which at least one attempt ran. One whose command died ended at its last point, as far as anybody knows.
+BUSY_SECONDS = text(
+    """
+    with span as (
+        select
+            attempt.started_at as begun,
+            case
+                when attempt.state = 'lost' then (
+                    select to_timestamp(max(point.timestamp) / 1000.0)
+                    from public.metrics as point
+                    where point.run_uuid = trial.run_id
+                        and point.timestamp >= extract(epoch from attempt.started_at) * 1000
+                        and point.timestamp < coalesce(
+                            (
+                                select extract(epoch from min(next.started_at)) * 1000
+                                from orch_ledger.attempts as next
+                                where next.trial_id = attempt.trial_id and next.number > attempt.number
+                            ),
+                            'infinity'
+                        )
+                )
+                else coalesce(attempt.ended_at, clock_timestamp())
+            end as ended
+        from orch_ledger.attempts as attempt
+        join orch_ledger.trials as trial on trial.id = attempt.trial_id
+        where trial.sweep_id = :sweep_id
+    ),
+    overlap as (
+        select
+            greatest(begun, max(ended) over (order by begun, ended rows between unbounded preceding and 1 preceding))
+                as begun,
+            ended
+        from span
+        where ended > begun
+    )
+    select coalesce(sum(extract(epoch from ended - begun)) filter (where ended > begun), 0)::double precision
+    from overlap
     """
 )
 

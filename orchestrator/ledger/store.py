@@ -24,8 +24,10 @@ from orchestrator.ledger.statements import (
     ADD_TRIALS,
     ATTEMPT_COLUMNS,
     BEGIN_ATTEMPT,
+    BUSY_SECONDS,
     CLAIM,
     COUNT_MESSAGES,
+    DECISIONS,
     FINDINGS_AFTER,
     FINISH,
     HOLDER,
@@ -34,7 +36,17 @@ from orchestrator.ledger.statements import (
     REQUEUE,
     SET_SWEEP_STATE,
 )
-from orchestrator.trial import Candidate, Finding, Outcome, Severity, TrialState, canonical_json, jsonable
+from orchestrator.trial import (
+    Action,
+    Candidate,
+    Decision,
+    Finding,
+    Outcome,
+    Severity,
+    TrialState,
+    canonical_json,
+    jsonable,
+)
 
 UNFINISHED = (TrialState.KILLED, TrialState.RUNNING, TrialState.LOST)
 LOCK_CLASS = 0x6F726368  # "orch": the first half of a sweep's advisory lock; the second is its id
@@ -49,7 +61,7 @@ class Hold:
 
     def __init__(self, ledger: Ledger, sweep_id: int) -> None:
         self._ledger, self._sweep_id = ledger, sweep_id
-        self._pool = ledger._engine.pool.recreate()  # same settings and events, no shared connections
+        self._pool = ledger.engine.pool.recreate()  # same settings and events, no shared connections
         self._link: Any = None
 
     def still_held(self) -> bool:
@@ -86,10 +98,10 @@ class Hold:
 
 
 class Ledger:
-    """The ledger of one database. Safe to share between threads as far as the engine's pool has connections."""
+    """The ledger of one database. Safe to share between threads as far as the pool of its `engine` has connections."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._single = engine.execution_options(isolation_level="AUTOCOMMIT")  # one statement, one round trip
         self._columns: dict[int, dict[str, str]] = {}
 
@@ -144,29 +156,13 @@ class Ledger:
             "tags": dict(tags or {}),
         }
         query = upsert(Sweep).values(values).on_conflict_do_nothing().returning(Sweep.__table__)
-        with self._engine.begin() as connection:
+        with self.engine.begin() as connection:
             row = connection.execute(query).mappings().one_or_none()
             if row is None:
                 raise AlreadyExists(f"there is a sweep called {name} already")
             if findings:
                 connection.execute(_adding(row["id"], [(None, None, finding) for finding in findings]))
         return sweep_row(row)
-
-    def extend_sweep(
-        self, sweep_id: int, *, spec: Mapping[str, Any], source: str, columns: Mapping[str, str], description: str = ""
-    ) -> SweepRow:
-        """Replaces what a sweep's file says, once the caller found that the new file only adds trials."""
-        self._columns.pop(sweep_id, None)
-        values = {
-            "spec": jsonable(spec),
-            "source": source,
-            "columns": [[field, sql_type] for field, sql_type in columns.items()],
-            "description": description,
-        }
-        table = Sweep.__table__
-        query = table.update().where(Sweep.id == sweep_id).values(values).returning(table)  # type: ignore[attr-defined]
-        with self._single.connect() as connection:
-            return sweep_row(connection.execute(query).mappings().one())
 
     def set_sweep_state(self, sweep_id: int, state: SweepState) -> None:
         """Also keeps `started_at` (the first start) and `ended_at` (the last end; null while it runs)."""
@@ -205,7 +201,7 @@ class Ledger:
             }
             for candidate, config, digest in items
         ]
-        with self._engine.begin() as connection:
+        with self.engine.begin() as connection:
             # Two extensions of one sweep would give the same numbers; the second waits here.
             connection.execute(select(Sweep.id).where(Sweep.id == sweep_id).with_for_update())
             rows = connection.execute(ADD_TRIALS, {"sweep_id": sweep_id, "items": canonical_json(values)})
@@ -270,10 +266,13 @@ class Ledger:
         return self._changes(FINISH, **_outcome_values(trial_id, attempt, outcome), host=host, device=device)
 
     def requeue(self, trial_id: int, attempt: int, outcome: Outcome) -> bool:
-        """Records how the attempt ended and lets the trial wait for another. False when a later one replaced it."""
-        assert outcome.state.is_over
+        """Records how the attempt ended and lets the trial wait for another. False when a later one replaced it.
+
+        An attempt that ended `waiting` was interrupted on purpose: the trial keeps what it has reported so far.
+        """
+        assert outcome.state is not TrialState.RUNNING
         values = _outcome_values(trial_id, attempt, outcome)
-        del values["objective"], values["diverged_at"]
+        del values["diverged_at"]
         return self._changes(REQUEUE, **values)
 
     def release_unfinished(
@@ -288,15 +287,10 @@ class Ledger:
 
     def abandon(self, sweep_id: int, reason: str) -> None:
         """Marks what runs as killed and the sweep as interrupted: its command ends before its time."""
-        with self._engine.begin() as connection:
+        with self.engine.begin() as connection:
             values = {"sweep_id": sweep_id, "states": ["running"], "state": "killed", "reason": reason}
             connection.execute(MARK, values)
             connection.execute(SET_SWEEP_STATE, {"sweep_id": sweep_id, "state": SweepState.INTERRUPTED.value})
-
-    def mark_unfinished(self, sweep_id: int, state: TrialState = TrialState.KILLED, reason: str = "") -> list[TrialRow]:
-        """Gives waiting and running trials the state in which an interrupted sweep leaves them; returns them."""
-        states = [TrialState.WAITING.value, TrialState.RUNNING.value]
-        return self._trials_of(MARK, sweep_id=sweep_id, states=states, state=state.value, reason=reason)
 
     def attempts(self, trial_id: int) -> list[AttemptRow]:
         """All tries at a trial, by number."""
@@ -325,6 +319,66 @@ class Ledger:
             values = {"sweep_id": sweep_id, "finding_id": finding_id}
             rows = connection.execute(FINDINGS_AFTER, values).mappings().all()
         return [_found_row(row) for row in rows]
+
+    def decisions(self, sweep_id: int) -> list[Decision]:
+        """What was decided about the trials of a sweep, in the order in which it was stored."""
+        with self._single.connect() as connection:
+            rows = connection.execute(DECISIONS, {"sweep_id": sweep_id}).mappings().all()
+        types = self._columns_of(sweep_id) if rows else {}
+        return [
+            Decision(**{**row, "action": Action(row["action"]), "params": restore_floats(row["params"], types)})
+            for row in rows
+        ]
+
+    def busy_seconds(self, sweep_id: int) -> float:
+        """How long at least one trial of the sweep was being trained, by whatever command. Reads MLflow's points."""
+        with self._single.connect() as connection:
+            return float(connection.scalar(BUSY_SECONDS, {"sweep_id": sweep_id}) or 0.0)
+
+    def restate(
+        self,
+        sweep_id: int,
+        moved: Sequence[tuple[int, Candidate, str]],
+        *,
+        spec: Mapping[str, Any],
+        source: str,
+        description: str,
+        reopened: bool,
+    ) -> None:
+        """Replaces what a sweep's file says, and gives trials (id, candidate, config hash) their places in it.
+
+        `reopened`: the file asks for more trials, so that the sweep is not finished, whatever happens to this command.
+
+        One statement: nobody sees the trials of one file beside the words of the other.
+        """
+        items = [
+            {
+                "id": trial_id,
+                "params": candidate.params,
+                "cell": candidate.cell,
+                "sample": candidate.sample,
+                "config_hash": digest,
+            }
+            for trial_id, candidate, digest in moved
+        ]
+        statement = text(
+            """
+            with said as (
+                update orch_ledger.sweeps
+                set spec = cast(:spec as jsonb), source = :source, description = :description,
+                    state = case when :reopened then 'interrupted' else state end
+                where id = :sweep_id
+            )
+            update orch_ledger.trials as trial
+            set params = item.params, cell = item.cell, sample = item.sample, config_hash = item.config_hash
+            from jsonb_to_recordset(cast(:items as jsonb))
+                as item (id bigint, params jsonb, cell jsonb, sample integer, config_hash text)
+            where trial.id = item.id and trial.sweep_id = :sweep_id
+            """
+        )
+        said = {"spec": canonical_json(spec), "source": source, "description": description, "reopened": reopened}
+        with self._single.connect() as connection:
+            connection.execute(statement, {"sweep_id": sweep_id, "items": canonical_json(items), **said})
 
     def count_messages(self, sweep_id: int, check_name: str) -> dict[str, int]:
         """What a check said of finished trials in their last attempt, and of how many."""
@@ -435,6 +489,7 @@ def _outcome_values(trial_id: int, attempt: int, outcome: Outcome) -> dict[str, 
         "attempt": attempt,
         "state": outcome.state.value,
         "objective": outcome.objective,
+        "more_objectives": list(outcome.more_objectives),
         "last_step": outcome.last_step,
         "diverged_at": outcome.diverged_at,
         "reason": outcome.reason,

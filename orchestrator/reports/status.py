@@ -16,13 +16,17 @@ def all_sweeps(query: Query) -> Table:
 
 
 def one_sweep(query: Query, sweep: str) -> Table:
-    """Counts by state in the title; a row for every trial that runs, failed or was cut short."""
+    """Counts by state in the title; a row for every trial that runs, paused, failed or was cut short, and why."""
     facts = sweep_facts(query, sweep)
     counts = ", ".join(f"{count} {state}" for state, count in state_counts(query, sweep).items()) or "no trials yet"
     columns, rows = query(
         """
-        select trial, state, attempts, started_at, seconds, host, split_part(error, E'\n', 1) as error
-        from orch.runs where sweep = %s and state in ('running', 'failed', 'killed', 'lost') order by trial
+        select trial, state, last_step as step, attempts, started_at, seconds, host,
+               coalesce(nullif(reason, ''), split_part(error, E'\n', 1)) as reason
+        from orch.runs
+        where sweep = %s
+          and (state in ('running', 'stopped', 'failed', 'killed', 'lost') or (state = 'waiting' and attempts > 0))
+        order by trial
         """,
         (sweep,),
     )

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from orchestrator.tracking.records import FindingRow, Points
+from orchestrator.tracking.records import DecisionRow, FindingRow, Points
+from orchestrator.trial import canonical_json
 
 MAX_FLOAT = sys.float_info.max  # what MLflow stores for infinity
 
@@ -85,6 +86,12 @@ def write_findings(connection: psycopg.Connection[Any], rows: Sequence[FindingRo
         cursor.execute(LOCK_TRIALS, trials)
         cursor.executemany(INSERT_FINDING, [_finding_values(row) for row in rows])
         cursor.execute(MIRROR_FINDINGS, trials)
+
+
+def write_decisions(connection: psycopg.Connection[Any], rows: Sequence[DecisionRow]) -> None:
+    """Writes the decisions in their order; those already there stay as they are. Raises as `write_rows` does."""
+    with connection.transaction(), connection.cursor() as cursor:
+        cursor.executemany(INSERT_DECISION, [_decision_values(row) for row in rows])
 
 
 COPY_METRICS = "copy public.metrics (run_uuid, key, value, timestamp, step, is_nan) from stdin"
@@ -179,6 +186,13 @@ on conflict do nothing
 """
 
 
+INSERT_DECISION = """
+insert into orch_ledger.decisions (sweep_id, trial_id, attempt, step, value, action, reason, source, params)
+values (%s, %s, %s, %s, %s, %s, %s, %s, %s::jsonb)
+on conflict do nothing
+"""
+
+
 def _missing_runs(cursor: psycopg.Cursor[Any], run_ids: set[str]) -> frozenset[str]:
     cursor.execute(ACTIVE_RUNS, [sorted(run_ids)])
     return frozenset(run_ids.difference(run_id for (run_id,) in cursor))
@@ -206,6 +220,13 @@ def _finding_values(row: FindingRow) -> tuple[Any, ...]:
         *(row.sweep_id, row.trial_id, row.attempt, finding.check_name, finding.severity.value),
         *(finding.step, finding.value, finding.threshold, _text(finding.message), _text(finding.advice)),
     )
+
+
+def _decision_values(row: DecisionRow) -> tuple[Any, ...]:
+    decision = row.decision
+    owner = (row.sweep_id, row.trial_id, row.attempt)
+    told = (decision.step, decision.value, decision.action.value, _text(decision.reason), decision.source)
+    return (*owner, *told, canonical_json(decision.params))
 
 
 def _text(words: str) -> str:

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import psycopg
 
 from orchestrator.errors import DatabaseUnavailable
-from orchestrator.tracking.bulk import MetricRow, rows_of, write_findings, write_rows
+from orchestrator.tracking.bulk import MetricRow, rows_of, write_decisions, write_findings, write_rows
 from orchestrator.tracking.journal import Journal
-from orchestrator.tracking.records import FindingRow, Points, Record, to_json
+from orchestrator.tracking.records import DecisionRow, FindingRow, Note, Points, Record, to_json
 
 RETRY_AFTER_S = (0.1, 2.0)  # the first and the longest pause before the database is tried again
 STATEMENT_TIMEOUT_S = 60
@@ -64,9 +64,12 @@ class Drain:
         connection = self._connected()
         points = [record for record in records if isinstance(record, Points)]
         findings = [record for record in records if isinstance(record, FindingRow)]
+        decisions = [record for record in records if isinstance(record, DecisionRow)]
         unknown = self._store_points(connection, points)
         if findings:
             self._reject(_bisected(lambda rows: write_findings(connection, rows), findings))
+        if decisions:
+            self._reject(_bisected(lambda rows: write_decisions(connection, rows), decisions))
         if unknown:
             self._put_aside([point for point in points if point.run_id in unknown], inherited)
         self.error = ""
@@ -144,5 +147,5 @@ def _bisected(write: Callable[[Sequence[Row]], None], rows: Sequence[Row]) -> li
     return []
 
 
-def _plain(row: MetricRow | FindingRow) -> Iterable[Any]:
-    return to_json(row) if isinstance(row, FindingRow) else list(row)
+def _plain(row: MetricRow | Note) -> Iterable[Any]:
+    return list(row) if isinstance(row, MetricRow) else to_json(row)

@@ -20,8 +20,10 @@ from orchestrator.errors import OrchError
 from orchestrator.tracking.drain import Drain, Unavailable, connect_by_url
 from orchestrator.tracking.journal import Journal, orphans
 from orchestrator.tracking.records import (
+    DecisionRow,
     FindingRow,
     MetricError,
+    Note,
     Points,
     Record,
     checked,
@@ -34,9 +36,11 @@ from orchestrator.tracking.records import (
 )
 
 __all__ = [
+    "DecisionRow",
     "FindingRow",
     "JournalUnwritable",
     "MetricError",
+    "Note",
     "Points",
     "Recorder",
     "Remainder",
@@ -62,7 +66,7 @@ class JournalUnwritable(OrchError):
 class Remainder:
     """What a closing recorder could not bring into the database. It lies in the journal for the next recorder."""
 
-    points: int  # metric values and findings
+    points: int  # metric values, findings and decisions
     run_ids: tuple[str, ...]
     num_rejected: int = 0  # rows that Postgres will never take; kept in rejected.jsonl
     num_damaged: int = 0  # journal lines that could not be read back
@@ -75,7 +79,7 @@ class Remainder:
 
 
 class Recorder:
-    """Records reports and findings of any number of trials, from any number of threads."""
+    """Records reports, findings and decisions of any number of trials, from any number of threads."""
 
     def __init__(
         self,
@@ -119,8 +123,8 @@ class Recorder:
         """
         self._take([checked(point) for point in points])
 
-    def findings(self, rows: Sequence[FindingRow]) -> None:
-        """Takes findings as `record` takes points."""
+    def notes(self, rows: Sequence[Note]) -> None:
+        """Takes findings and decisions as `record` takes points."""
         self._take(rows)
 
     def sync(self, timeout_s: float = 60.0) -> None:
@@ -142,7 +146,7 @@ class Recorder:
             return self._wait(lambda: self._num_stored >= target and not self._orphans, timeout_s)
 
     def pending(self) -> int:
-        """How many reports and findings are not in the database yet."""
+        """How many reports, findings and decisions are not in the database yet."""
         with self._state:
             return self._num_given - self._num_stored
 

@@ -1,4 +1,4 @@
-"""What a recorder carries: points and findings, checked once where they enter. Plain values without storage."""
+"""What a recorder carries: points, findings, decisions, checked once where they enter. Plain values, no storage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from orchestrator.trial import Finding, Severity, real, whole
+from orchestrator.trial import Action, Decision, Finding, Severity, jsonable, real, whole
 
 MAX_KEY_LENGTH = 250  # characters; the width of MLflow's column
 
@@ -40,7 +40,18 @@ class FindingRow:
     finding: Finding
 
 
-Record = Points | FindingRow
+@dataclass(frozen=True, slots=True)
+class DecisionRow:
+    """What a scheduler decided about a trial, and which attempt at it was at that step."""
+
+    sweep_id: int
+    trial_id: int
+    attempt: int
+    decision: Decision
+
+
+Note = FindingRow | DecisionRow
+Record = Points | Note
 
 
 def checked(points: Points) -> Points:
@@ -96,6 +107,8 @@ def to_json(record: Record) -> list[Any]:
     if isinstance(record, Points):
         fields = (record.run_id, record.trial_id, record.attempt, record.step, record.timestamp_ms)
         return ["points", *fields, dict(record.metrics)]
+    if isinstance(record, DecisionRow):
+        return ["decision", record.sweep_id, record.trial_id, record.attempt, *_told(record.decision)]
     finding = record.finding
     owner = (record.sweep_id, record.trial_id, record.attempt)
     told = (finding.check_name, finding.severity.value, finding.message, finding.advice)
@@ -106,5 +119,14 @@ def from_json(fields: list[Any]) -> Record:
     kind, *rest = fields
     if kind == "points":
         return Points(*rest)
+    if kind == "decision":
+        sweep_id, trial_id, attempt, trial, step, value, action, *rest = rest
+        return DecisionRow(sweep_id, trial_id, attempt, Decision(trial, step, value, Action(action), *rest))
     sweep_id, trial_id, attempt, check_name, severity, *told = rest
     return FindingRow(sweep_id, trial_id, attempt, Finding(check_name, Severity(severity), *told))
+
+
+def _told(decision: Decision) -> list[Any]:
+    """The fields of a decision, in their order."""
+    told = (decision.trial, decision.step, decision.value, decision.action.value, decision.reason)
+    return [*told, decision.source, jsonable(decision.params)]

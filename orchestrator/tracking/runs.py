@@ -217,7 +217,9 @@ class Runs:
                 found.update((key, run_id) for key, run_id in query)
         return found
 
-    def reopen(self, run_id: str, attempt: int, first_step: int = 0) -> dt.datetime | None:
+    def reopen(
+        self, run_id: str, attempt: int, first_step: int = 0, tags: Mapping[str, str] | None = None
+    ) -> dt.datetime | None:
         """Makes the run RUNNING again for another attempt, whose steps supersede older ones from `first_step` on.
 
         MLflow's latest values of superseded steps are removed, so that its pages show the new attempt; the history
@@ -225,8 +227,8 @@ class Runs:
         points could not be told from the old ones (clocks differ between hosts). None without points.
         Raises NotFound if the run does not exist or is deleted.
         """
-        tags = {"orch.state": TrialState.RUNNING.value, "orch.attempt": str(attempt)}
-        with self._editing(run_id, tags, ("orch.reason", "orch.diverged_at")) as (session, run):
+        told = {"orch.state": TrialState.RUNNING.value, "orch.attempt": str(attempt), **(tags or {})}
+        with self._editing(run_id, told, ("orch.reason", "orch.diverged_at")) as (session, run):
             run.status, run.end_time = RunStatus.to_string(RunStatus.RUNNING), None
             superseded = session.query(SqlLatestMetric).filter(SqlLatestMetric.run_uuid == run_id)
             superseded.filter(SqlLatestMetric.step >= first_step).delete(synchronize_session=False)

@@ -14,17 +14,32 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from orchestrator import ledger as ledger_package
+from orchestrator.database.borrow import borrowed
 from orchestrator.errors import AlreadyExists, DatabaseUnavailable, NotFound
 from orchestrator.ledger import Ledger, SweepRow, SweepState, upgrade
 from orchestrator.ledger.models import SCHEMA, Base
-from orchestrator.trial import Candidate, Failure, Finding, Outcome, Severity, TrialState, config_hash
+from orchestrator.tracking.bulk import write_decisions
+from orchestrator.tracking.records import DecisionRow
+from orchestrator.trial import (
+    Action,
+    Candidate,
+    Decision,
+    Failure,
+    Finding,
+    Outcome,
+    Severity,
+    TrialState,
+    config_hash,
+)
 
 COLUMNS = {"lr": "double precision", "c_z": "double precision", "k": "bigint", "seed": "bigint", "note": "text"}
 
@@ -117,6 +132,32 @@ def test_tables_of_a_newer_orch_are_refused_and_left_alone(engine: Engine) -> No
         assert ledger_package.revision(connection) == "9999"
 
 
+def test_a_ledger_of_an_older_orch_is_upgraded_with_its_trials(empty_database_url: str) -> None:
+    engine = new_engine(empty_database_url)
+    with engine.connect() as connection:
+        connection.execute(text(f"create schema {SCHEMA}"))
+        config = Config()
+        config.set_main_option("script_location", str(ledger_package.MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0002")
+        connection.execute(text(OLD_ROWS))
+        connection.commit()
+        upgrade(connection)
+        assert ledger_package.revision(connection) == ledger_package.HEAD
+    ledger = Ledger(engine)
+    [sweep] = [ledger.find_sweep("old")]
+    assert sweep is not None
+    assert [(trial.objective, trial.more_objectives) for trial in ledger.trials(sweep.id)] == [(0.5, [])]
+    assert ledger.decisions(sweep.id) == []
+    engine.dispose()
+
+
+OLD_ROWS = f"""
+    insert into {SCHEMA}.sweeps (name, workload, spec, metric, mode) values ('old', 'toy', '{{}}', 'loss', 'min');
+    insert into {SCHEMA}.trials (sweep_id, number, params, config, config_hash, cell, state, objective)
+    select id, 0, '{{}}', '{{}}', 'hash', '{{}}', 'finished', 0.5 from {SCHEMA}.sweeps
+"""
+
 # Sweeps
 
 
@@ -184,13 +225,6 @@ def test_a_sweep_remembers_its_first_start_and_its_last_end(ledger: Ledger, swee
     ledger.set_sweep_state(sweep.id, SweepState.RUNNING)
     again = ledger.sweep(sweep.id)
     assert (again.started_at, again.ended_at) == (first.started_at, None)
-
-
-def test_an_extension_replaces_the_text_and_keeps_the_trials(ledger: Ledger, sweep: SweepRow) -> None:
-    ledger.add_trials(sweep.id, [item(seed=0)])
-    longer = ledger.extend_sweep(sweep.id, spec={"seeds": 2}, source="seeds: 2", columns={**COLUMNS, "alpha": "text"})
-    assert (longer.spec, longer.source, longer.columns["alpha"]) == ({"seeds": 2}, "seeds: 2", "text")
-    assert len(ledger.trials(sweep.id)) == 1
 
 
 # Trials
@@ -310,18 +344,68 @@ def test_a_requeued_trial_waits_again_and_keeps_the_failed_attempt(ledger: Ledge
     assert ledger.begin_attempt(trial.id, "host").number == 2
 
 
+def test_an_attempt_that_said_nothing_takes_back_nothing_unless_it_began_anew(ledger: Ledger, sweep: SweepRow) -> None:
+    [trial] = ledger.add_trials(sweep.id, [item(seed=0)])
+    silent = Outcome(TrialState.FAILED, more_objectives=(None, None), failure=Failure.WORKER_DEATH)
+
+    def known_after(outcome: Outcome, first_step: int) -> tuple[float | None, list[float | None], int | None]:
+        attempt = ledger.begin_attempt(trial.id, "host", first_step=first_step)
+        if outcome.state is TrialState.WAITING:
+            assert ledger.requeue(trial.id, attempt.number, outcome)
+        else:
+            assert ledger.finish(trial.id, attempt.number, outcome)
+        [row] = ledger.trials(sweep.id)
+        return row.objective, row.more_objectives, row.last_step
+
+    said = Outcome(TrialState.WAITING, objective=math.inf, last_step=20, more_objectives=(0.5, None))
+    assert known_after(said, first_step=0) == (math.inf, [0.5, None], 20)
+    assert known_after(replace(silent, state=TrialState.WAITING), first_step=21) == (math.inf, [0.5, None], 20)
+    assert known_after(silent, first_step=21) == (math.inf, [0.5, None], 20)
+    assert known_after(silent, first_step=0) == (None, [], None)
+
+
+def test_a_claim_takes_the_trial_that_is_least_far_and_of_these_the_first(ledger: Ledger, sweep: SweepRow) -> None:
+    trials = ledger.add_trials(sweep.id, [item(seed=seed) for seed in range(5)])
+    for trial, last_step in zip(trials, (20, 10, 10, 5), strict=False):
+        attempt = ledger.begin_attempt(trial.id, "host")
+        paused = Outcome(TrialState.WAITING, objective=0.5, last_step=last_step, more_objectives=(math.inf, None))
+        assert ledger.requeue(trial.id, attempt.number, paused)
+    failed = ledger.begin_attempt(trials[3].id, "host")
+    died = Outcome(TrialState.FAILED, last_step=15, failure=Failure.WORKER_DEATH)
+    ledger.requeue(trials[3].id, failed.number, died)  # it may have to begin anew: nobody is less far
+    claimed = [ledger.claim(sweep.id) for _ in range(5)]
+    assert [trial.number for trial in claimed if trial] == [3, 4, 1, 2, 0]
+    assert claimed[4] is not None
+    assert (claimed[4].objective, claimed[4].more_objectives) == (0.5, [math.inf, None])
+    assert ledger.attempts(trials[0].id)[0].state is TrialState.WAITING
+
+
+def test_decisions_come_back_once_and_in_their_order(ledger: Ledger, sweep: SweepRow) -> None:
+    first, second = ledger.add_trials(sweep.id, [item(seed=seed) for seed in range(2)])
+    made = [
+        Decision(1, 10, 0.5, Action.CONTINUE, "first here"),
+        Decision(0, 10, math.inf, Action.PAUSE, "bad \ud800 \0 text"),
+        Decision(0, 10, math.inf, Action.EXPLOIT, "copies", source=1, params={"lr": 1e22, "k": 2}),
+    ]
+    rows = [DecisionRow(sweep.id, (first, second)[decision.trial].id, 1, decision) for decision in made]
+    with borrowed(ledger.engine) as connection:
+        write_decisions(connection, [*rows, *rows])
+    assert ledger.decisions(sweep.id) == made
+    assert ledger.decisions(new_sweep(ledger, "other").id) == []
+
+
 def test_an_interrupted_sweep_is_marked_and_released(ledger: Ledger, sweep: SweepRow) -> None:
     trials = ledger.add_trials(sweep.id, [item(seed=seed) for seed in range(5)])
     for trial, state in zip(trials, (TrialState.FINISHED, TrialState.FAILED, TrialState.DIVERGED), strict=False):
         attempt = ledger.begin_attempt(trial.id, "host")
         ledger.finish(trial.id, attempt.number, Outcome(state, objective=1.0))
     running = ledger.begin_attempt(trials[3].id, "host")
-    marked = ledger.mark_unfinished(sweep.id, TrialState.KILLED, "interrupted")
-    assert [(trial.number, trial.state) for trial in marked] == [(3, TrialState.KILLED), (4, TrialState.KILLED)]
+    ledger.abandon(sweep.id, "interrupted")
+    assert [trial.number for trial in ledger.trials(sweep.id) if trial.state is TrialState.KILLED] == [3]
     # the worker was told to drain and still says how far it came
     assert ledger.finish(trials[3].id, running.number, Outcome(TrialState.KILLED, last_step=35, reason="interrupted"))
     assert ledger.trials(sweep.id)[3].last_step == 35
-    assert [trial.number for trial in ledger.release_unfinished(sweep.id)] == [3, 4]
+    assert [trial.number for trial in ledger.release_unfinished(sweep.id)] == [3]
     assert not ledger.finish(trials[3].id, running.number, Outcome(TrialState.KILLED))  # it waits for the next one
     assert [trial.number for trial in ledger.release_unfinished(sweep.id, also=[TrialState.FAILED])] == [1]
     assert [trial.number for trial in ledger.release_unfinished(sweep.id, numbers=[2])] == [2]

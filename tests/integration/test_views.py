@@ -14,15 +14,18 @@ import psycopg
 import pytest
 from mlflow.entities import Metric
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from psycopg.types.json import Jsonb
 
 from orchestrator.database import view_catalog
 from orchestrator.database.connection import Database
 from orchestrator.errors import NotFound
 from orchestrator.ledger import Ledger, SweepRow, TrialRow, upgrade
-from orchestrator.trial import Candidate, Finding, Outcome, Severity, TrialState, config_hash
+from orchestrator.tracking.bulk import write_decisions
+from orchestrator.tracking.records import DecisionRow
+from orchestrator.trial import Action, Candidate, Decision, Finding, Outcome, Severity, TrialState, config_hash
 
 COLUMNS = {"c_z": "double precision", "k": "bigint", "seed": "bigint"}
-CORE = ("sweeps", "runs", "metrics", "final_metrics", "findings", "stability")
+CORE = ("sweeps", "runs", "metrics", "final_metrics", "findings", "decisions", "stability")
 NOON = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)  # attempts start when a test says, not now
 NAN, INF = math.nan, math.inf
 
@@ -60,6 +63,14 @@ class Lab:
         self.ledger.set_run(trial.id, run.info.run_id)
         self.ledger.begin_attempt(trial.id, "host", not_before=NOON)
         return self.ledger.trials(sweep.id)[trial.number]
+
+    def decide(self, trial: TrialRow, decision: Decision) -> None:
+        write_decisions(self.connection, [DecisionRow(trial.sweep_id, trial.id, 1, decision)])
+
+    def rewrite(self, sweep: SweepRow, column: str, value: Any) -> None:
+        """What an extension, or another version of the workload, makes of a sweep's words."""
+        statement = f"update orch_ledger.sweeps set {column} = %s where id = %s"
+        self.connection.execute(statement, (Jsonb(value), sweep.id))
 
     def log(self, trial: TrialRow, key: str, points: Mapping[int, float], after_s: float = 1.0) -> None:
         """Points of one key, measured `after_s` seconds after noon, as MLflow stores them."""
@@ -279,6 +290,53 @@ def test_seconds_are_the_time_of_all_attempts_but_lost_ones(lab: Lab) -> None:
     assert lab.ask("select seconds from orch.sweeps where sweep = 'seconds'")[0][0] == pytest.approx(90, abs=2)
 
 
+def test_decisions_show_what_a_trial_was_judged_by_and_what_it_copied(lab: Lab) -> None:
+    sweep = lab.sweep("decided")
+    trials = [lab.begin(sweep, {"seed": seed}) for seed in range(3)]
+    copy = Decision(2, 20, INF, Action.EXPLOIT, "goes on from trial 0", source=0, params={"c_z": INF})
+    for decision in (
+        Decision(0, 10, 0.5, Action.CONTINUE, "rung 10: 0.5 is the first here"),
+        Decision(1, 10, NAN, Action.STOP, "rung 10: nan is worse than any number"),
+        Decision(2, 20, INF, Action.PAUSE, "2 have not come so far"),
+        copy,
+        copy,  # said again by a journal that is read twice
+    ):
+        lab.decide(trials[decision.trial], decision)
+    columns = "trial, run_id, attempt, step, value, action, reason, source, params"
+    rows = lab.ask(f"select {columns} from orch.decisions where sweep = 'decided' order by trial, decided_at")
+    runs = [trial.run_id for trial in trials]
+    assert rows[0] == (0, runs[0], 1, 10, 0.5, "continue", "rung 10: 0.5 is the first here", None, {})
+    assert math.isnan(rows[1][4])
+    assert rows[1][5:] == ("stop", "rung 10: nan is worse than any number", None, {})
+    paused, copied = rows[2:]
+    assert paused[3:6] == (20, INF, "pause")
+    assert copied == (2, runs[2], 1, 20, INF, "exploit", "goes on from trial 0", 0, {"c_z": "Infinity"})
+    assert lab.ledger.decisions(sweep.id)[-1] == copy  # in our own types
+    best = "select min(value) from orch.decisions where sweep = 'decided' and value < 'Infinity'"
+    assert lab.ask(best) == [(0.5,)]
+
+
+def test_runs_hold_further_objectives_nan_and_infinity_as_such(lab: Lab) -> None:
+    sweep = lab.sweep("objectives")
+    lab.end(lab.begin(sweep, {"seed": 0}), objective=1.0, more_objectives=(INF, None, 2.0))
+    lab.end(lab.begin(sweep, {"seed": 1}), objective=1.0)
+    told = lab.ask("select more_objectives from orch.runs where sweep = 'objectives' order by trial")
+    assert told == [([INF, None, 2.0],), ([],)]
+
+
+def test_a_sweep_is_busy_while_any_of_its_attempts_runs_and_a_lost_one_until_its_last_point(lab: Lab) -> None:
+    sweep = lab.sweep("busy_time")
+    spans = [(0, 10), (5, 12), (6, 7), (20, 25), (100, None)]  # seconds: 12 + 5, and one attempt that was lost
+    for number, (begun, ended) in enumerate(spans):
+        trial = lab.begin(sweep, {"seed": number})
+        moments = [None if second is None else NOON + timedelta(seconds=second) for second in (begun, ended)]
+        update = "update orch_ledger.attempts set started_at = %s, ended_at = %s, state = %s where trial_id = %s"
+        lab.connection.execute(update, (*moments, "finished" if ended else "lost", trial.id))
+    lab.log(trial, "loss", {1: 1.0}, after_s=103)
+    assert lab.ledger.busy_seconds(sweep.id) == pytest.approx(12 + 5 + 3, abs=1e-3)  # points are kept to the ms
+    assert lab.ledger.busy_seconds(lab.sweep("never_begun").id) == 0
+
+
 def test_sweeps_count_their_trials_by_state(lab: Lab) -> None:
     sweep = lab.sweep("counted")
     lab.sweep("empty")
@@ -298,12 +356,14 @@ def test_an_archived_sweep_is_in_no_view(lab: Lab) -> None:
     trial = lab.begin(sweep, {"seed": 0})
     lab.log(trial, "loss", {0: 1.0})
     lab.ledger.add_findings(sweep.id, [(trial.id, 1, Finding("spike", Severity.INFO, "up"))])
+    lab.decide(trial, Decision(0, 1, 1.0, Action.STOP, "rung 1"))
     view_catalog.rebuild_sweep_view(lab.connection, "old")
     counts = [lab.ask(f"select count(*) from orch.{view} where sweep like 'old%'")[0][0] for view in CORE]
     assert counts == [1] * len(CORE)
     name = lab.ledger.archive(sweep.id)
     view_catalog.drop_sweep_view(lab.connection, "old")
-    assert [lab.ask(f"select count(*) from orch.{view} where sweep like 'old%'")[0][0] for view in CORE] == [0] * 6
+    counts = [lab.ask(f"select count(*) from orch.{view} where sweep like 'old%'")[0][0] for view in CORE]
+    assert counts == [0] * len(CORE)
     assert lab.ask("select to_regclass('orch.sweep_old')") == [(None,)]
     with pytest.raises(NotFound):
         view_catalog.rebuild_sweep_view(lab.connection, name)
@@ -317,6 +377,7 @@ def test_the_views_have_the_promised_columns_in_the_promised_order(lab: Lab) -> 
         "metrics": "run_id, sweep, key, step, value, measured_at, attempt",
         "final_metrics": "run_id, sweep, key, last, last_step, min, max, last_finite, nonfinite",
         "findings": "sweep, trial, run_id, check_name, severity, step, value, threshold, message, advice",
+        "decisions": "sweep, trial, run_id, attempt, step, value, action, reason, source, params, decided_at",
         "stability": "sweep, cell, n, diverged, unstable, share, low, high",
     }
     for view, columns in promised.items():
@@ -405,6 +466,24 @@ def test_a_ratio_is_taken_to_the_trial_that_differs_only_there(lab: Lab) -> None
     assert rows[0][6:] == pytest.approx(wilson(3, 5), abs=1e-12)
 
 
+def test_an_axis_that_does_not_exist_there_has_its_default_in_the_reference(lab: Lab) -> None:
+    rule = {"metric": "val/loss", "above": 2.0, "relative_to": {"precision": "fp32"}}
+    when = {"offset": {"precision": "bf16", "k": [1, 2]}, "depth": {"k": 2}}
+    sweep = lab.sweep("when", unstable=rule, when=when, otherwise={"offset": 0, "depth": 1})
+    for precision, offset, depth, last in (
+        ("fp32", 0, 1, 1.0),
+        ("fp32", 0, 7, 4.0),
+        ("bf16", 0, 1, 1.5),
+        ("bf16", 300, 1, 2.5),
+        ("bf16", 300, 7, 2.5),
+    ):
+        k = 2 if depth == 7 else 1
+        trial = lab.begin(sweep, {"precision": precision, "offset": offset, "depth": depth, "k": k})
+        lab.log(trial, "val/loss", {0: last})
+        lab.end(trial)
+    assert unstable_of(lab, "when") == [False, False, False, True, False]
+
+
 def test_a_reference_that_failed_or_is_not_there_leaves_it_unknown(lab: Lab) -> None:
     rule = {"metric": "val/loss", "below": 0.5, "relative_to": {"k": 1}}
     sweep = lab.sweep("lonely", unstable=rule)
@@ -428,7 +507,7 @@ def test_a_changed_rule_judges_the_trials_that_are_there(lab: Lab) -> None:
     lab.log(trial, "val/loss", {0: 3.0})
     lab.end(trial)
     assert unstable_of(lab, "rejudged") == [False]
-    lab.ledger.extend_sweep(sweep.id, spec={"unstable": rule}, source="", columns=COLUMNS)
+    lab.rewrite(sweep, "spec", {"unstable": rule})
     assert unstable_of(lab, "rejudged") == [True]
 
 
@@ -527,7 +606,7 @@ def test_a_changed_field_makes_the_table_anew(lab: Lab) -> None:
     sweep = lab.sweep("changed", {"k": "bigint", "seed": "bigint"})
     lab.trial(sweep, {"k": 1, "seed": 0})
     view_catalog.rebuild_sweep_view(lab.connection, "changed")
-    lab.ledger.extend_sweep(sweep.id, spec={}, source="", columns={"k": "text", "alpha": "text"})
+    lab.rewrite(sweep, "columns", [["k", "text"], ["alpha", "text"]])
     view_catalog.rebuild_sweep_view(lab.connection, "changed")
     assert lab.columns_of("orch.sweep_changed")[5:] == ["k", "alpha"]
     assert lab.ask("select k, alpha from orch.sweep_changed") == [("1", None)]
@@ -570,16 +649,17 @@ def test_the_queries_of_the_documentation_answer(lab: Lab) -> None:
         lab.log(trial, "val/mse", {0: 3.0, 10: last})
         lab.log(trial, "router/load/0", {10: 0.5})
         lab.ledger.add_findings(sweep.id, [(trial.id, 1, Finding("dead_expert", Severity.WARNING, "one is dead"))])
+        lab.decide(trial, Decision(seed, 10, last, Action.CONTINUE, "rung 10"))
         lab.end(trial, TrialState.DIVERGED if seed == 2 else TrialState.FINISHED)
     view_catalog.rebuild_sweep_view(lab.connection, "zloss")
     lab.connection.execute("set search_path = orch")
     text = (Path(__file__).parents[2] / "docs" / "sql.md").read_text()
     answers = [lab.ask(query) for query in re.findall(r"```sql\n(.*?)```", text, re.DOTALL)]
     lab.connection.execute("set search_path = public")
-    assert len(answers) == 11
+    assert len(answers) == 12
     assert answers[0] == []  # the only query about running sweeps
     assert answers[7] == []  # routers that died: tests/integration/test_health_reports.py
-    assert all(answers[1:7] + answers[9:])
+    assert all(answers[1:7] + answers[8:9] + answers[10:])
     mean, best = answers[-2:]
     assert mean == [(0.0, 1.5, pytest.approx(math.sqrt(0.5)), 0), (1e-3, None, None, 1)]
     assert [row[-1] for row in best] == [1.0, 2.0]

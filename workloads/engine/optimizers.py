@@ -6,7 +6,7 @@ A schedule is a function of the number of applied updates; whether an update was
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,27 @@ def build_schedules(
     course = COURSES[config.schedule]
     factor = partial(lr_share, warmup_steps=config.warmup_steps, steps=config.steps, floor=config.min_lr_share)
     return [torch.optim.lr_scheduler.LambdaLR(optimizer, partial(factor, course=course))]
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    schedules: Sequence[torch.optim.lr_scheduler.LRScheduler],
+    state: dict[str, Any],
+    courses: Sequence[dict[str, Any]],
+) -> None:
+    """Moments and the schedule's place come from the state, settings (lr, weight decay, ...) from the optimiser's own.
+
+    They are equal but for a state that was copied from a trial with other settings.
+    """
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    rates = [own.get("initial_lr", own["lr"]) for own in settings]
+    optimizer.load_state_dict(state)
+    for schedule, course in zip(schedules, courses, strict=True):
+        schedule.load_state_dict({**course, "base_lrs": rates})
+    for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
+        saved_lr, saved_rate = group["lr"], group.get("initial_lr", group["lr"])
+        group.update(own)
+        group["lr"] = saved_lr if saved_rate == rate else saved_lr / saved_rate * rate  # bit for bit where equal
 
 
 def lr_share(

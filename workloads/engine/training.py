@@ -21,7 +21,7 @@ from orchestrator.trial import Finding, Report, Severity
 from orchestrator.workload import Context
 from workloads.engine import checkpoint
 from workloads.engine.devices import choose_device
-from workloads.engine.optimizers import Groups, build_optimizer, build_schedules, decay_groups
+from workloads.engine.optimizers import Groups, build_optimizer, build_schedules, decay_groups, restore_optimizer
 from workloads.engine.precision import POLICIES, loss_scaler
 from workloads.engine.random import generator, noise_seed, with_own_globals
 from workloads.engine.tally import Tally
@@ -255,9 +255,7 @@ class Training:
         self.tally = Tally(**state["tally"])
         self.health.load_state_dict(state["health"], self.step)
         self.model.load_state_dict(state["model"], strict=True)
-        self.trainer.optimizer.load_state_dict(state["optimizer"])
-        for schedule, saved in zip(self.trainer.schedules, state["schedules"], strict=True):
-            schedule.load_state_dict(saved)
+        restore_optimizer(self.trainer.optimizer, self.trainer.schedules, state["optimizer"], state["schedules"])
         self.trainer.scaler.load_state_dict(state["scaler"])
         self.windows.load_state_dict(state["windows"])
 

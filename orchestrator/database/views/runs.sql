@@ -12,13 +12,15 @@
 --                          whose command died is left out: nobody knows when it stopped
 --   host, device, git_commit   of the last attempt; empty while unknown
 --   error, reason          traceback of a failure; one line on why it diverged, failed or was stopped; else empty
---   objective, last_step   the sweep's metric at the last report, may be non-finite; null while there is none
+--   objective, last_step   the sweep's metric at the last report, may be non-finite; null while there is none. Of a
+--                          stopped or paused trial: where that was
 --   cell, sample           its grid axes without the seed; number of the sampled configuration in the cell, or null
 --   config                 the whole resolved config, defaults included, by dotted field name
 --   unstable               true: diverged, or its last value of the metric that the sweep's `unstable` names is NaN or
 --                          infinite, whatever it is held against, or beyond the bound; false: neither. null: without a
 --                          result, or it never reported that metric, or it ended at a finite value and the trial it is
 --                          held against has no finite result above 0
+--   more_objectives        the sweep's further metrics at their last report, in the order of the file; empty without
 create view orch.runs as
 select
     trial.run_id,
@@ -75,10 +77,22 @@ select
                         when sweep.spec #> '{unstable,relative_to}' = '{}' then 1
                         else (
                             select other.last::numeric
-                            from orch_ledger.trials as reference
+                            from (
+                                select trial.params || (sweep.spec #> '{unstable,relative_to}') as params
+                            ) as asked
+                            cross join orch_ledger.trials as reference
                             join orch.final_metrics as other on other.run_id = reference.run_id
                             where reference.sweep_id = trial.sweep_id
-                                and reference.params = trial.params || (sweep.spec #> '{unstable,relative_to}')
+                                -- an axis whose `when` does not hold there has its default
+                                and reference.params = asked.params || (
+                                    select coalesce(jsonb_object_agg(axis.key, sweep.spec -> 'otherwise' -> axis.key), '{}')
+                                    from jsonb_each(sweep.spec -> 'when') as axis
+                                    where exists (
+                                        select
+                                        from jsonb_each(axis.value) as term
+                                        where not (asked.params -> term.key <@ term.value)
+                                    )
+                                )
                                 and reference.state in ('finished', 'stopped')
                                 and other.key = own.key
                                 and other.last > 0
@@ -89,7 +103,8 @@ select
             ) as scale
             where own.run_id = trial.run_id and own.key = sweep.spec #>> '{unstable,metric}'
         )
-    end as unstable
+    end as unstable,
+    trial.more_objectives
 from orch_ledger.sweeps as sweep
 join orch_ledger.trials as trial on trial.sweep_id = sweep.id
 cross join lateral (

@@ -1,6 +1,6 @@
 -- orch.sweeps: one row a sweep; archived sweeps are left out of this and of all other views.
 --
---   sweep, workload, state   state: created, running, finished, interrupted, failed
+--   sweep, workload, state   state: created, running, finished, interrupted (also by its time budget), failed
 --   trials                   all its trials so far, whatever their state
 --   finished .. waiting      trials in that state; the eight add up to `trials`
 --   started_at, ended_at     null: not started; not ended, or running again

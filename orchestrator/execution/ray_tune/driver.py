@@ -18,6 +18,7 @@ from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
 from orchestrator.execution.job import Feed, Job, outcome_from_json
+from orchestrator.execution.ray_tune.arbiter import Arbiter
 from orchestrator.execution.ray_tune.cluster import Cluster, alive_nodes
 from orchestrator.execution.ray_tune.recorder_actor import Recorders
 from orchestrator.execution.ray_tune.worker import SILENCE_GRACE_S, TrialWorker
@@ -34,10 +35,10 @@ T = TypeVar("T")
 class JobSearcher(Searcher):  # type: ignore[misc]
     """Tune's view of a `Feed`. Never returns None while nothing runs: Tune would sleep and ignore Ctrl-C."""
 
-    def __init__(self, feed: Feed, recorder_prefix: str) -> None:
+    def __init__(self, feed: Feed, recorder_prefix: str, arbiter_name: str) -> None:
         super().__init__()
         self._feed = feed
-        self._recorder_prefix = recorder_prefix
+        self._names = {"recorder": recorder_prefix, "arbiter": arbiter_name}  # where workers find them
         self.running: dict[str, tuple[Job, float]] = {}
         self.errors: dict[str, str] = {}
         self.failure: Exception | None = None  # of the feed; raised when Tune has come to its end
@@ -55,7 +56,7 @@ class JobSearcher(Searcher):  # type: ignore[misc]
             job = self.guarded(self._feed.next_job)
             if job is not None:
                 self.running[trial_id] = (job, time.monotonic())
-                return {"job": job.to_json(), "workload": job.workload, "recorder": self._recorder_prefix}
+                return {"job": job.to_json(), "workload": job.workload, **self._names}
             if self.failure is not None or self._feed.exhausted():
                 return str(Searcher.FINISHED)
             if self.running:
@@ -187,8 +188,13 @@ def run_on_ray(
         nodes = cluster.nodes if cluster.is_local else alive_nodes()
         return [node.node_id for node in nodes if node.capacity(cpu, gpu)]
 
+    arbiter_name = f"{recorders.prefix}-arbiter" if feed.case else ""  # nobody judges: such a sweep pays nothing
+    arbiter = Arbiter.start(arbiter_name, feed.case, database_url) if feed.case else None
     recorders.ensure(node_ids())
-    searcher = JobSearcher(feed, recorders.prefix)
+    if arbiter is not None:
+        recorders.drain(CLOSE_TIMEOUT_S)  # decisions that a dead command left in its journal count
+        feed.judged_by(arbiter)
+    searcher = JobSearcher(feed, recorders.prefix, arbiter_name)
     storage = cluster.scratch / "tune"
     try:
         with no_stealing():

@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.execution.ray_tune.cluster import NAMESPACE
-from orchestrator.tracking.recorder import FindingRow, Points, Recorder, Remainder, connect_by_url
+from orchestrator.tracking.recorder import Note, Points, Recorder, Remainder, connect_by_url
 
 ANSWER_TIMEOUT_S = 120.0
 
@@ -22,12 +22,15 @@ class RecorderActor:
         self._recorder = Recorder(functools.partial(connect_by_url, database_url), Path(journal_folder))
         self._stopping = False
 
-    def take(self, points: list[Points], findings: list[FindingRow]) -> bool:
+    def take(self, points: list[Points], notes: list[Note]) -> bool:
         if points:
             self._recorder.record(points)
-        if findings:
-            self._recorder.findings(findings)
+        if notes:
+            self._recorder.notes(notes)
         return self._stopping
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._recorder.drain(timeout_s)
 
     def sync(self, timeout_s: float) -> bool:
         self._recorder.sync(timeout_s)
@@ -57,6 +60,10 @@ class Recorders:
         missing = [node_id for node_id in node_ids if node_id not in self._actors]
         self._actors.update((node_id, self._start(node_id)) for node_id in missing)
         ray.get([self._actors[node_id].pending.remote() for node_id in missing], timeout=ANSWER_TIMEOUT_S)
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until what dead recorders left on the nodes is in the database, but not for ever."""
+        ray.get([actor.drain.remote(timeout_s) for actor in self._actors.values()])
 
     def stop_trials(self) -> None:
         for actor in self._actors.values():

@@ -12,13 +12,15 @@ from typing import Any
 import ray
 from ray import tune
 
-from orchestrator.execution.inline import finding_of, points_of
+from orchestrator.execution.inline import decision_of, finding_of, points_of
 from orchestrator.execution.job import Job, outcome_to_json
+from orchestrator.execution.judging import Judge, Unjudged
+from orchestrator.execution.ray_tune.arbiter import Arbiter
 from orchestrator.execution.ray_tune.cluster import NAMESPACE
 from orchestrator.execution.ray_tune.recorder_actor import ANSWER_TIMEOUT_S, recorder_name
 from orchestrator.execution.trial_run import run_trial
-from orchestrator.tracking.recorder import FindingRow, Points
-from orchestrator.trial import Failure, Finding, Outcome, TrialState
+from orchestrator.tracking.recorder import Note, Points
+from orchestrator.trial import Decision, Failure, Finding, Outcome, TrialState
 from orchestrator.workload import describe
 
 MAX_HELD_POINTS = 256  # reports kept back while the recorder has not answered yet; then we wait for it
@@ -34,9 +36,9 @@ class ActorSink:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._points: list[Points] = []
-        self._findings: list[FindingRow] = []
+        self._notes: list[Note] = []
         self._answer: Any = None
-        self._sent: tuple[list[Points], list[FindingRow]] = ([], [])
+        self._sent: tuple[list[Points], list[Note]] = ([], [])
         self._stopping = False
         self._answered_at = time.monotonic()
 
@@ -54,7 +56,11 @@ class ActorSink:
         self._send(wait=len(self._points) >= MAX_HELD_POINTS)
 
     def finding(self, job: Job, finding: Finding) -> None:
-        self._findings.append(finding_of(job, finding))
+        self._notes.append(finding_of(job, finding))
+        self._send(wait=False)
+
+    def decision(self, job: Job, decision: Decision) -> None:
+        self._notes.append(decision_of(job, decision))
         self._send(wait=False)
 
     def sync(self) -> None:
@@ -75,10 +81,10 @@ class ActorSink:
                 self._answer = self._actor.take.remote(*self._sent)
 
     def _send(self, wait: bool, at_least_empty: bool = False) -> None:
-        if self._collect(wait) and (self._points or self._findings or at_least_empty):
-            self._sent = (self._points, self._findings)
+        if self._collect(wait) and (self._points or self._notes or at_least_empty):
+            self._sent = (self._points, self._notes)
             self._answer = self._actor.take.remote(*self._sent)
-            self._points, self._findings = [], []
+            self._points, self._notes = [], []
 
     def _collect(self, wait: bool) -> bool:
         """Takes the outstanding answer; False if it has not come yet."""
@@ -97,13 +103,14 @@ class TrialWorker(tune.Trainable):  # type: ignore[misc]
     def setup(self, config: dict[str, Any]) -> None:
         node_id = ray.get_runtime_context().get_node_id()
         self._sink_actor = ray.get_actor(recorder_name(config["recorder"], node_id), namespace=NAMESPACE)
+        self._judge: Judge = Arbiter.find(config["arbiter"]) if config["arbiter"] else Unjudged()
         describe(config["workload"]).load()
 
     def step(self) -> dict[str, Any]:
         job = Job.from_json(self.config["job"])
         watchdog = _watchdog(job)
         try:
-            outcome = run_trial(job, ActorSink(self._sink_actor))
+            outcome = run_trial(job, ActorSink(self._sink_actor), self._judge)
         except Exception as error:  # not the workload's, ours: a full journal, a recorder that stays away
             reason = f"its reports could not be kept: {str(error).strip().splitlines()[-1] if str(error) else error!r}"
             outcome = Outcome(
