@@ -5,7 +5,18 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ["startup", "bulk_writes", "orchestration", "driver_memory", "moe_layer", "char_gpt", "probes", "preflight"]
+NAMES = [
+    "startup",
+    "planning",
+    "search",
+    "bulk_writes",
+    "orchestration",
+    "driver_memory",
+    "moe_layer",
+    "char_gpt",
+    "probes",
+    "preflight",
+]
 
 
 def main(names: list[str]) -> int:

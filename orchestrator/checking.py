@@ -130,7 +130,7 @@ class _Process:
             self._process.join(timeout=1.0)  # its end may take a moment longer than that of its connection
             self.kill()
             self.join()
-            return self._lost(f"its process died ({_ending(self._process.exitcode)})")
+            return self._lost(f"its process died ({ending_in_words(self._process.exitcode)})")
         if isinstance(heard, str):
             self._where = f", in {heard}"
         return heard
@@ -152,7 +152,8 @@ class _Process:
         self._process.join()
 
 
-def _ending(exit_code: int | None) -> str:
+def ending_in_words(exit_code: int | None) -> str:
+    """`exit code 3`, or the signal that ended a process."""
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code}"
     name = signal.Signals(-exit_code).name

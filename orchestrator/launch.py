@@ -6,24 +6,27 @@ import contextlib
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.backends import Backend, open_backend
 from orchestrator.ending import INTERRUPTED, SweepEnding, ending_of, exit_code, remarks_on
-from orchestrator.errors import AlreadyExists, DatabaseLost
+from orchestrator.errors import AlreadyExists, DatabaseLost, PlaceUnusable, SpecError
+from orchestrator.extension import Extension, extension_of, with_kept_points
 from orchestrator.planning import SweepRequest, read_spec
 from orchestrator.preflight import preflight
 from orchestrator.search import make_searcher, plan_count
 from orchestrator.settings import artifact_root
 from orchestrator.signals import Signals
-from orchestrator.spec import SweepSpec, spec_difference, to_json
-from orchestrator.trial import Finding, TrialState
+from orchestrator.spec import SweepSpec, to_json
+from orchestrator.tracking.artifacts import local_folder
+from orchestrator.trial import Finding, Params, TrialState
 from orchestrator.workload import Description, describe
 
 if TYPE_CHECKING:  # heavy or needing a database: imported where a sweep really starts
     from orchestrator.database.borrow import Engine
+    from orchestrator.execution.mirroring import Mirroring
     from orchestrator.execution.sweep_run import Observer, SweepRun
     from orchestrator.ledger.rows import SweepRow
     from orchestrator.ledger.store import Ledger
@@ -46,20 +49,31 @@ def run_sweep(request: SweepRequest, observer: Observer) -> SweepEnding:
     engine = workspace.database.engine("orch sweep")
     ledger = Ledger(engine)
     found = ledger.find_sweep(spec.name)
-    is_over = found is not None and _nothing_left(ledger, found)
-    if not (is_over and request.resume):
+
+    def check_experiment() -> None:
         with workspace.database.connect("orch sweep") as connection:
             check_experiment_name(connection, spec.name, workspace.database.masked_mlflow_uri)
-    existing = _existing_sweep(found, spec, request)
-    if existing is not None and is_over:
-        _restate(ledger, existing, spec)
+
+    nothing_left = found is not None and _nothing_left(ledger, found)
+    if not (nothing_left and request.resume):
+        check_experiment()
+    extension = _extension(ledger, found, spec, workload, request)
+    is_over = nothing_left and not (extension and extension.num_new)
+    if nothing_left and not is_over:
+        check_experiment()  # a finished sweep that grows needs it again
+    if found is not None and extension is not None and (is_over or _time_is_up(ledger, found, spec)):
+        _restate(ledger, found, extension)
         _write_what_is_left(workspace)
-        return ending_of(workspace.query, existing.name, request, exit_code(ledger.counts(existing.id)))
-    return _start(workspace, engine, spec, workload, request, observer, existing)
+        code = (exit_code if is_over else _code_of_what_is_over)(ledger.counts(found.id))
+        ending = ending_of(workspace.query, found.name, request, code)
+        return ending if is_over else _with_budget(ending, request, spec)
+    return _start(workspace, engine, spec, workload, request, observer, found, extension)
 
 
-def _existing_sweep(existing: SweepRow | None, spec: SweepSpec, request: SweepRequest) -> SweepRow | None:
-    """The sweep to continue, or None to create one. Raises AlreadyExists when the file asks for something else."""
+def _extension(
+    ledger: Ledger, existing: SweepRow | None, spec: SweepSpec, workload: Description, request: SweepRequest
+) -> Extension | None:
+    """What the file makes of the sweep there is, or None to create one. Raises AlreadyExists when it is another one."""
     if existing is None:
         return None
     if not request.resume:
@@ -68,20 +82,26 @@ def _existing_sweep(existing: SweepRow | None, spec: SweepSpec, request: SweepRe
             f"  {request.command(resume=True):<60}  continue it\n"
             f"  {replace(request, name='NEW_NAME').command(resume=False):<60}  start another"
         )
-    if differences := spec_difference(existing.spec, to_json(spec)):
+    extension = extension_of(existing, ledger.trials(existing.id), spec, workload)
+    if not extension.is_possible:
+        why = "".join(f"\n  {line}" for line in extension.refusal())
         raise AlreadyExists(
-            "\n".join([f"{request.spec}  spec differs from sweep {spec.name!r}:", *(f"  {one}" for one in differences)])
-            + f"\n  give the changed sweep a name of its own: {replace(request, name='NEW_NAME').command(resume=False)}"
+            f"{request.spec}  spec differs from sweep {spec.name!r}:{why}"
+            f"\n  give the changed sweep a name of its own: {replace(request, name='NEW_NAME').command(resume=False)}"
         )
-    return existing
+    return extension
 
 
-def _restate(ledger: Ledger, sweep: SweepRow, spec: SweepSpec) -> None:
-    """Stores the file as it is now: what changes no trial (`unstable`, `show`, ...) may change between two calls."""
-    if sweep.spec != (stated := to_json(spec)):
-        ledger.extend_sweep(
-            sweep.id, spec=stated, source=spec.source, columns=sweep.columns, description=spec.description
-        )
+def _restate(ledger: Ledger, sweep: SweepRow, extension: Extension) -> None:
+    """Stores the file as it is now: what changes no trial (`unstable`, `show`, ...) may change between two calls, and
+    an extension gives existing trials their places in it.
+    """
+    spec, stated = extension.spec, to_json(extension.spec)
+    moved = [(one.trial.id, one.candidate, one.config_hash) for one in extension.places if one.is_news]
+    if sweep.spec != stated or moved:
+        source, description = spec.source, spec.description
+        reopened = extension.num_new > 0
+        ledger.restate(sweep.id, moved, spec=stated, source=source, description=description, reopened=reopened)
 
 
 def _write_what_is_left(workspace: Workspace) -> None:
@@ -111,7 +131,9 @@ def _start(
     request: SweepRequest,
     observer: Observer,
     existing: SweepRow | None,
+    extension: Extension | None,
 ) -> SweepEnding:
+    from orchestrator.execution.mirroring import Mirroring
     from orchestrator.ledger.store import Ledger
     from orchestrator.places import check_places
 
@@ -121,8 +143,11 @@ def _start(
         with ledger.hold(existing.id):
             pass  # somebody else's sweep is refused before Ray is started; it is taken for good below
     check_places(workspace.settings, workspace.home)
-    if existing is None:
-        findings = _checked(spec, observer)
+    _refuse_lost_states(spec, artifact_root(workspace.settings, workspace.home))
+    if extension is None or extension.num_new:
+        findings = _checked(spec, observer, extension.known if extension else ())
+    if extension and extension.num_new:
+        observer.said(f"extends {spec.name}: {len(extension.places)} trials are there, {extension.num_new} are new")
     mlflow_import = threading.Thread(target=_import_mlflow, daemon=True)
     with Signals() as signals, open_backend(workspace, spec, workload, request, mlflow_import) as backend:
         mlflow_import.join()
@@ -131,28 +156,46 @@ def _start(
         runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
         sweep = existing or create_sweep(ledger, runs, spec, workload, findings)
         with ledger.hold(sweep.id) as hold, _abandoned_on_error(ledger, sweep.id):
-            _restate(ledger, sweep, spec)
+            if existing is not None and (now := _extension(ledger, existing, spec, workload, request)) is not None:
+                _restate(ledger, existing, now)  # looked at again: another command may have added trials meanwhile
             refresh_views = view_refresher(engine, sweep.name)
-            run = open_run(ledger, runs, spec, workload, sweep, observer, backend, refresh_views, hold.renew)
+            mirroring = Mirroring(workspace.database.url, spec)
+            run = open_run(ledger, runs, spec, workload, sweep, observer, backend, refresh_views, hold.renew, mirroring)
             signals.arm(run.interrupt)
             observer.opened(run, max(plan_count(spec), len(run.trials)), backend.num_workers)
             remainders = backend.run(run)
             if run.lost_to is not None:
                 raise run.lost_to
             code = run.patiently(lambda: settle(ledger, sweep, run, remainders))
+        unmirrored = mirroring.finish(run.history())
     ending = ending_of(workspace.query, sweep.name, request, code)
-    return replace(ending, remarks=[*remarks_on(run, remainders), *ending.remarks])
+    if code == 0 and run.counts()[TrialState.WAITING]:
+        ending = _with_budget(ending, request, spec)
+    return replace(ending, remarks=[*remarks_on(run, remainders), *filter(None, [unmirrored]), *ending.remarks])
 
 
-def _checked(spec: SweepSpec, observer: Observer) -> list[Finding]:
-    """What the preflight of a new sweep found. Raises SpecError for an error.
+def _with_budget(ending: SweepEnding, request: SweepRequest, spec: SweepSpec) -> SweepEnding:
+    """The ending of a sweep whose time is used up; its last line says so and how to go on."""
+    assert spec.budget.time_s is not None
+    meaning = f"budget reached (time: {spec.budget.time_s:g} s); go on with a larger one"
+    return replace(ending, next_commands=[*ending.next_commands, (request.command(resume=True), meaning)])
 
-    Only of a new one: its file may not change in what is trained, so that later calls have the same structures.
-    """
+
+def _refuse_lost_states(spec: SweepSpec, root: str) -> None:
+    """Raises PlaceUnusable for a population whose members could not find each other's states."""
+    if spec.schedule.algorithm == "pbt" and local_folder(root) is None:
+        raise PlaceUnusable(
+            f"scheduler.algorithm  pbt copies states between trials, and {root} is no folder; "
+            "set ORCH_ARTIFACT_ROOT to a folder that all nodes reach, or choose another scheduler"
+        )
+
+
+def _checked(spec: SweepSpec, observer: Observer, known: Sequence[Params]) -> list[Finding]:
+    """What the preflight found of the structures that no trial of the sweep has yet. Raises SpecError for an error."""
     if not spec.preflight:
         return []
     try:
-        result = preflight(spec, observer.said)
+        result = preflight(spec, observer.said, known=known)
     except KeyboardInterrupt:
         observer.said("preflight: interrupted; nothing was started")
         raise
@@ -167,13 +210,20 @@ def _checked(spec: SweepSpec, observer: Observer) -> list[Finding]:
 
 @contextlib.contextmanager
 def _abandoned_on_error(ledger: Ledger, sweep_id: int) -> Iterator[None]:
-    """An error that ends the command leaves no trial `running`, as far as the database still listens."""
+    """An error that ends the command leaves no trial `running`, as far as the database still listens.
+
+    A sweep none of whose trials could be made leaves nothing: its name stays free.
+    """
     from orchestrator.database.connection import is_away, why_away
 
     try:
         yield
     except AlreadyExists:
         raise  # another command drives the sweep now: what runs is its
+    except SpecError:
+        if not ledger.trials(sweep_id):
+            ledger.purge(sweep_id)
+        raise
     except DatabaseLost:
         raise
     except Exception as error:
@@ -223,6 +273,7 @@ def open_run(
     backend: Backend,
     refresh_views: Callable[[bool], None],
     keep_hold: Callable[[], None] = lambda: None,
+    mirroring: Mirroring | None = None,
 ) -> SweepRun:
     """Frees what a dead command left running, adopts its runs, and expands the search as far as it goes."""
     from orchestrator.execution.sweep_run import Placement, SweepRun, this_host
@@ -239,7 +290,7 @@ def open_run(
         sweep=sweep,
         spec=spec,
         workload=workload,
-        searcher=make_searcher(spec),
+        searcher=make_searcher(with_kept_points(spec, [row.params for row in ledger.trials(sweep.id)])),
         ledger=ledger,
         runs=runs,
         observer=observer,
@@ -247,6 +298,7 @@ def open_run(
         run_tags=system_facts(workload.package),
         refresh_views=refresh_views,
         keep_hold=keep_hold,
+        mirroring=mirroring,
     )
     run.expand()
     ledger.set_sweep_state(sweep.id, SweepState.RUNNING)
@@ -284,6 +336,18 @@ def settle(ledger: Ledger, sweep: SweepRow, run: SweepRun, remainders: Sequence[
     if run.abort_reason:
         ledger.set_sweep_state(sweep.id, SweepState.FAILED)
         return 1
-    ledger.set_sweep_state(sweep.id, SweepState.FINISHED)
+    is_cut_short = run.time.is_up and run.counts()[TrialState.WAITING] > 0
+    ledger.set_sweep_state(sweep.id, SweepState.INTERRUPTED if is_cut_short else SweepState.FINISHED)
     is_whole = not run.without_record and all(one.is_empty for one in remainders)
-    return exit_code(run.counts()) if is_whole else 1
+    code_of = _code_of_what_is_over if is_cut_short else exit_code
+    return code_of(run.counts()) if is_whole else 1
+
+
+def _code_of_what_is_over(counts: Mapping[TrialState, int]) -> int:
+    """The exit code where time was up, or would have been: trials that still wait are no failure."""
+    left = (TrialState.WAITING, TrialState.RUNNING, TrialState.KILLED, TrialState.LOST)
+    return exit_code({state: count for state, count in counts.items() if state not in left})
+
+
+def _time_is_up(ledger: Ledger, sweep: SweepRow, spec: SweepSpec) -> bool:
+    return spec.budget.time_s is not None and ledger.busy_seconds(sweep.id) >= spec.budget.time_s

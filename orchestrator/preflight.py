@@ -10,18 +10,19 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.checking import SLOW_S, Answer, run_checks
 from orchestrator.errors import Problem, SpecError
 from orchestrator.reports.health import telling, values_in_words
-from orchestrator.reports.table import Table, short
+from orchestrator.reports.table import Table, counted, short
 from orchestrator.search import make_searcher
 from orchestrator.search.searcher import cells_of, make_candidate, replicates_of
 from orchestrator.spec import SweepSpec
 from orchestrator.spec.domains import Choice, Domain, sample, value_key
+from orchestrator.spec.relations import excluded
 from orchestrator.spec.sweep_spec import SEED
 from orchestrator.trial import Candidate, Finding, Params, Severity
 from orchestrator.workload import Description, describe
@@ -71,7 +72,7 @@ class Preflight:
     def remarks(self) -> list[str]:
         """How it went, in a line, then one for each check that found something to think about, which is no error."""
         counts = [
-            f"{count} {severity}{'s' * (count > 1)}"
+            counted(count, severity)
             for severity in reversed(Severity)
             if (count := sum(finding.severity is severity for _, finding in self._found()))
         ]
@@ -140,7 +141,7 @@ class Preflight:
         """`in 3 of 8 structures (all with bug=no_zero_grad): `, and the path of what tells them from the others."""
         affected = {value_key(one.varied): one.varied for one in structures}
         if len(affected) == len(self.answers):
-            return f"in all {_structures(len(self.answers))}: " if structures[0].varied else "", "workload"
+            return f"in all {counted(len(self.answers), 'structure')}: " if structures[0].varied else "", "workload"
         others = [one.varied for one, answer in self.answers if answer and value_key(one.varied) not in affected]
         values = telling(list(affected.values()), others, structures[0].varied)
         which = f"all with {values_in_words(values)}" if values else _listed(structures)
@@ -155,14 +156,31 @@ def has_checks(workload: Description) -> bool:
     return "check_failed" in workload.checks
 
 
-def structures_of(spec: SweepSpec, workload: Description) -> list[Structure]:
-    """The sweep's structures as far as they are known before it starts, in the order of their first trials."""
+def structures_of(
+    spec: SweepSpec,
+    workload: Description,
+    known: Sequence[Params] = (),
+    candidates: Iterable[Candidate] | None = None,
+) -> list[Structure]:
+    """The sweep's structures as far as they are known before it starts, in the order of their first trials.
+
+    Without those of `known` parameters, which name every axis of the sweep. `candidates`: what is foreseen, if at hand.
+    """
     axes = _structural_axes(spec, workload)
+
+    def key(params: Params) -> str:
+        return value_key([params.get(axis) for axis in axes]) if axes else ""
+
     first: dict[str, Params] = {}
-    for candidate in _foreseen(spec):
-        first.setdefault(value_key([candidate.params.get(axis) for axis in axes]), candidate.params)
+    for candidate in foreseen(spec) if candidates is None else candidates:
+        first.setdefault(key(candidate.params), candidate.params)
     differing = [axis for axis in axes if len({value_key(params.get(axis)) for params in first.values()}) > 1]
-    return [Structure({axis: params.get(axis) for axis in differing}, params) for params in first.values()]
+    seen = {key(params) for params in known}
+    return [
+        Structure({axis: params.get(axis) for axis in differing}, params)
+        for place, params in first.items()
+        if place not in seen
+    ]
 
 
 def undrawn_axes(spec: SweepSpec, workload: Description) -> list[str]:
@@ -171,17 +189,21 @@ def undrawn_axes(spec: SweepSpec, workload: Description) -> list[str]:
     return [axis for axis in _structural_axes(spec, workload) if axis in drawn_late and not _is_list(drawn_late[axis])]
 
 
-def preflight(spec: SweepSpec, said: Callable[[str], None], budget_s: float = BUDGET_S) -> Preflight:
+def preflight(
+    spec: SweepSpec, said: Callable[[str], None], budget_s: float = BUDGET_S, known: Sequence[Params] = ()
+) -> Preflight:
     """Checks the first trial of each structure; those not begun within the budget are left out.
 
     `said` is told what will take its time; stderr, what takes longer than it should. A workload without checks has no
-    structure to be checked.
+    structure to be checked. Structures of `known` parameters were checked before.
     """
     started, workload = time.monotonic(), describe(spec.workload)
     if not has_checks(workload):
         return Preflight(spec, [], [], 0.0, budget_s)
-    structures = structures_of(spec, workload)
-    said(f"preflight: checking {_structures(len(structures))} of {spec.workload} ...")
+    structures = structures_of(spec, workload, known)
+    if not structures:
+        return Preflight(spec, [], [], 0.0, budget_s)
+    said(f"preflight: checking {counted(len(structures), 'structure')} of {spec.workload} ...")
 
     def slow(index: int, where: str) -> None:
         which = str(structures[index]) or spec.workload
@@ -193,16 +215,15 @@ def preflight(spec: SweepSpec, said: Callable[[str], None], budget_s: float = BU
     return Preflight(spec, list(zip(structures, answers, strict=True)), undrawn, time.monotonic() - started, budget_s)
 
 
-def preflight_notes(spec: SweepSpec) -> list[str]:
+def preflight_notes(spec: SweepSpec, workload: Description, structures: Sequence[Structure]) -> list[str]:
     """What a plan says of it."""
-    workload = describe(spec.workload)
     if not has_checks(workload):
         return []
     if not spec.preflight:
         return [f"preflight: false, so nothing of {spec.workload} is checked before it trains"]
-    structures = structures_of(spec, workload)
     axes = f" ({', '.join(structures[0].varied)})" if structures[0].varied else ""
-    return [f"preflight: {_structures(len(structures))} of {spec.workload}{axes} checked before anything starts"]
+    what = f"{counted(len(structures), 'structure')} of {spec.workload}{axes}"
+    return [f"preflight: {what} checked before anything starts"]
 
 
 def _structural_axes(spec: SweepSpec, workload: Description) -> list[str]:
@@ -210,9 +231,9 @@ def _structural_axes(spec: SweepSpec, workload: Description) -> list[str]:
     return [axis for axis in spec.axes if axis != SEED and not (fields[axis].fusible or fields[axis].size)]
 
 
-def _foreseen(spec: SweepSpec) -> Iterator[Candidate]:
+def foreseen(spec: SweepSpec) -> Iterator[Candidate]:
     """Every trial of a grid or of random draws. Of an Optuna search each cell with each listed choice, the first seed,
-    and some value of each range.
+    and some value of each range, unless that is excluded.
     """
     if spec.search.algorithm != "optuna":
         yield from make_searcher(spec).ask([]) or ()
@@ -220,7 +241,9 @@ def _foreseen(spec: SweepSpec) -> Iterator[Candidate]:
     options = [_some_values(axis) for axis in spec.sampled_axes.values()]
     for cell, values in itertools.product(cells_of(spec), itertools.product(*options)):
         point = dict(zip(spec.sampled_axes, values, strict=True))
-        yield make_candidate(spec, cell, point, replicates_of(spec)[0])
+        candidate = make_candidate(spec, cell, point, replicates_of(spec)[0])
+        if not excluded(spec, candidate.params):
+            yield candidate
 
 
 def _some_values(domain: Any) -> tuple[Any, ...]:
@@ -249,7 +272,3 @@ def _listed(structures: Sequence[Structure]) -> str:
     """The first few; where there is but one, it has no name."""
     more = f" and {len(structures) - MANY} more" if len(structures) > MANY else ""
     return "; ".join(str(one) or "the only one" for one in structures[:MANY]) + more
-
-
-def _structures(count: int) -> str:
-    return f"{count} structure{'s' * (count != 1)}"

@@ -21,6 +21,7 @@ from orchestrator.reports.table import Table, short
 from orchestrator.trial import TrialState, canonical_json
 
 Record = Mapping[str, Any]
+Cells = Mapping[str, tuple[list[Any], list[Record]]]  # by its text: the label of a cell, sweep first, and its trials
 
 
 def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metrics: Sequence[str] | None) -> Table:
@@ -35,35 +36,53 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
         check_metrics(query, sweeps, metrics)
     wanted = list(dict.fromkeys(metrics or [name for one in facts for name in (one.metric, *one.show)]))
     axes = list(dict.fromkeys(by or [axis for one in facts for axis in one.cell_axes]))
-    cells: dict[str, tuple[list[Any], list[Record]]] = {}
     suspects = {one.name: _suspects(query, one.name) for one in facts}
+    cells = _cells(query, facts, axes, wanted, suspects, checked=bool(by))
+    rules = {one.name: unstable_in_words(one.unstable) for one in facts if one.unstable}
+    has_suspects = any(suspects.values())
+    first = 0 if len(facts) > 1 else 1  # the only sweep need not be named
+    rows = [
+        [*label[first:], *_cell_row(records, wanted, bool(rules), has_suspects)] for label, records in cells.values()
+    ]
+    notes = [
+        *_notes(cells, suspects),
+        *_unjudged(cells, facts),
+        *(rule if len(facts) == 1 else f"{name}: {rule}" for name, rule in rules.items()),
+    ]
+    columns = [*["sweep", *axes][first:], *_columns(wanted, bool(rules), has_suspects)]
+    return Table(columns, rows, title=facts[0].question if len(facts) == 1 else "", notes=notes)
+
+
+def _cells(
+    query: Query,
+    facts: Sequence[SweepFacts],
+    axes: Sequence[str],
+    metrics: Sequence[str],
+    suspects: Mapping[str, Collection[int]],
+    checked: bool,
+) -> Cells:
+    """The sweeps' trials by sweep and values of the axes; `checked`: every one of them must have all axes."""
+    cells: dict[str, tuple[list[Any], list[Record]]] = {}
     for one in facts:
-        for record in trial_records(query, one.name, wanted):
-            if by:
+        for record in trial_records(query, one.name, metrics):
+            if checked:
                 _check_axes(axes, record, one)
             record["suspect"] = record["trial"] in suspects[one.name]
             label = [one.name, *(record["config"].get(axis) for axis in axes)]
             cells.setdefault(canonical_json(label), (label, []))[1].append(record)
-    head = ["sweep", *axes] if len(facts) > 1 else list(axes)
-    rules = {one.name: unstable_in_words(one.unstable) for one in facts if one.unstable}
-    columns = [
-        *head,
+    return cells
+
+
+def _columns(metrics: Sequence[str], with_unstable: bool, with_suspect: bool) -> list[str]:
+    """Those that `_cell_row` fills."""
+    return [
         "n",
-        *(name for metric in wanted for name in (metric, f"{metric} ±")),
+        *(name for metric in metrics for name in (metric, f"{metric} ±")),
         *("diverged", "95 %"),
-        *(("unstable", "unstable 95 %") if rules else ()),
-        *(("suspect",) if any(suspects.values()) else ()),
+        *(("unstable", "unstable 95 %") if with_unstable else ()),
+        *(("suspect",) if with_suspect else ()),
         "seconds",
     ]
-    rows = [
-        [*(label if len(facts) > 1 else label[1:]), *_cell_row(records, wanted, bool(rules), any(suspects.values()))]
-        for label, records in cells.values()
-    ]
-    notes = [
-        *_notes(cells, suspects),
-        *(rule if len(facts) == 1 else f"{name}: {rule}" for name, rule in rules.items()),
-    ]
-    return Table(columns, rows, title=facts[0].question if len(facts) == 1 else "", notes=notes)
 
 
 def _check_axes(axes: Sequence[str], record: Record, facts: SweepFacts) -> None:
@@ -81,7 +100,7 @@ def _suspects(query: Query, sweep: str) -> set[int]:
 
 def _cell_row(records: Sequence[Record], metrics: Sequence[str], with_unstable: bool, with_suspect: bool) -> list[Any]:
     results = [record for record in records if TrialState(record["state"]).is_result]
-    sound = [record for record in results if record["state"] != TrialState.DIVERGED]
+    sound = [record for record in results if TrialState(record["state"]).is_sound]
     cost = finite(record["seconds"] for record in results)
     row: list[Any] = [len(results)]
     for metric in metrics:
@@ -102,59 +121,98 @@ def _share(count: int, n: int) -> tuple[str, str | None]:
     return f"{count}/{n}", f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else None
 
 
-def _notes(cells: Mapping[str, tuple[list[Any], list[Record]]], suspects: Mapping[str, Collection[int]]) -> list[str]:
+def _notes(cells: Cells, suspects: Mapping[str, Collection[int]]) -> list[str]:
     records = [record for _, members in cells.values() for record in members]
     without = sum(not TrialState(record["state"]).is_result for record in records)
-    notes = [f"{without} of {len(records)} trials have no result yet or failed; they are not counted."]
+    stopped = sum(record["state"] == TrialState.STOPPED for record in records)
+    notes = []
+    if without:
+        notes.append(f"{without} of {len(records)} trials have no result yet or failed; they are not counted.")
+    if stopped:
+        notes.append(f"{stopped} of {len(records)} trials were stopped early; they count with what they had then.")
     why = "suspect trials count in the means, though a check found an error in them: orch health"
-    return [*(notes if without else []), *(f"{why} {sweep}" for sweep, some in suspects.items() if some)]
+    return [*notes, *(f"{why} {sweep}" for sweep, some in suspects.items() if some)]
+
+
+def _unjudged(cells: Cells, facts: Sequence[SweepFacts]) -> list[str]:
+    """Says how many results the rule of `unstable` could not judge: an axis may decide which metrics there are."""
+    notes = []
+    for one in facts:
+        members = [record for label, records in cells.values() for record in records if label[0] == one.name]
+        sound = [record for record in members if TrialState(record["state"]).is_sound]
+        num = sum(record["unstable"] is None for record in sound)
+        if one.unstable and num:
+            rule = one.unstable
+            against = ", or what they are held against has no finite one above 0" if rule["relative_to"] else ""
+            why = f"they never reported {rule['metric']}{against}"
+            notes.append(f"{num} of {len(sound)} results of {one.name} are neither stable nor unstable: {why}.")
+    return notes
 
 
 def effects(query: Query, sweep: str, metrics: Sequence[str] | None = None) -> Table:
     """Per grid axis, each value against the axis' first one: the ratio of every metric over paired trials.
 
-    A pair agrees in all other parameters, the seed included; both trials must have a finite, positive value.
+    A pair agrees in all other parameters, the seed included; for a ratio both trials need a finite, positive value.
+    Shares count the results among the trials that have a partner. Axes that move together are one.
     """
     facts = sweep_facts(query, sweep)
     wanted = list(dict.fromkeys(metrics or (facts.metric, *facts.show)))
     records = trial_records(query, sweep, wanted)
     rows = [
         row
-        for axis in facts.cell_axes
-        for row in _axis_rows(axis, [one for one in records if axis in one["params"]], wanted)
+        for axes in _moving(facts)
+        for row in _axis_rows(axes, [one for one in records if axes[0] in one["params"]], wanted, bool(facts.unstable))
     ]
     rows = [row for row in rows if row[2]]
-    return Table(["axis", "change", "pairs", *wanted, "diverged"], rows, title="What each axis changes, all else equal")
+    columns = ["axis", "change", "pairs", *wanted, "diverged", *(("unstable",) if facts.unstable else ())]
+    return Table(columns, rows, title="What each axis changes, all else equal")
 
 
-def _axis_rows(axis: str, records: Sequence[Record], metrics: Sequence[str]) -> list[list[Any]]:
-    values: dict[str, Any] = {canonical_json(one["params"][axis]): one["params"][axis] for one in records}
+def _moving(facts: SweepFacts) -> list[tuple[str, ...]]:
+    """The grid axes, those of a zip together, each once, in the order of the file."""
+    groups = [
+        next(
+            (tuple(axis for axis in facts.cell_axes if axis in group) for group in facts.zipped if one in group), (one,)
+        )
+        for one in facts.cell_axes
+    ]
+    return list(dict.fromkeys(groups))
+
+
+def _axis_rows(
+    axes: Sequence[str], records: Sequence[Record], metrics: Sequence[str], with_unstable: bool
+) -> list[list[Any]]:
+    values: dict[str, str] = {}
+    for one in records:
+        values.setdefault(_at(one, axes), ", ".join(short(one["params"][axis]) for axis in axes))
     if len(values) < 2:
         return []
     base, *others = values
     rows = []
     for other in others:
-        pairs = _pairs(axis, records, base, other)
-        ratios = [_ratio(pairs, metric) for metric in metrics]
-        share = f"{_diverged(records, axis, base)} -> {_diverged(records, axis, other)}"
-        rows.append([axis, f"{short(values[base])} -> {short(values[other])}", len(pairs), *ratios, share])
+        pairs = _pairs(axes, records, base, other)
+        sound = [pair for pair in pairs if all(TrialState(one["state"]).is_sound for one in pair)]
+        ratios = [_ratio(sound, metric) for metric in metrics]
+        sides = [[pair[side] for pair in pairs if TrialState(pair[side]["state"]).is_result] for side in (0, 1)]
+        counts = (_diverged, _unstable) if with_unstable else (_diverged,)
+        shares = [" -> ".join(map(count, sides)) for count in counts]
+        rows.append([", ".join(axes), f"{values[base]} -> {values[other]}", len(sound), *ratios, *shares])
     return rows
 
 
-def _pairs(axis: str, records: Sequence[Record], base: str, other: str) -> list[tuple[Record, Record]]:
+def _at(record: Record, axes: Sequence[str]) -> str:
+    return canonical_json([record["params"][axis] for axis in axes])
+
+
+def _pairs(axes: Sequence[str], records: Sequence[Record], base: str, other: str) -> list[tuple[Record, Record]]:
     def rest(record: Record) -> str:
-        return canonical_json({name: value for name, value in record["params"].items() if name != axis})
+        return canonical_json({name: value for name, value in record["params"].items() if name not in axes})
 
     def chosen(value: str) -> dict[str, Record]:
-        return {rest(one): one for one in records if canonical_json(one["params"][axis]) == value}
+        return {rest(one): one for one in records if _at(one, axes) == value}
 
     left, right = chosen(base), chosen(other)
-    sound = (TrialState.FINISHED, TrialState.STOPPED)
-    return [
-        (left[key], right[key])
-        for key in left
-        if key in right and left[key]["state"] in sound and right[key]["state"] in sound
-    ]
+    return [(left[key], right[key]) for key in left if key in right]
 
 
 def _ratio(pairs: Sequence[tuple[Record, Record]], metric: str) -> str | None:
@@ -164,7 +222,10 @@ def _ratio(pairs: Sequence[tuple[Record, Record]], metric: str) -> str | None:
     return None if ratio is None else f"x {ratio:.3g}"
 
 
-def _diverged(records: Sequence[Record], axis: str, value: str) -> str:
-    members = [one for one in records if canonical_json(one["params"][axis]) == value]
-    results = [one for one in members if TrialState(one["state"]).is_result]
+def _diverged(results: Sequence[Record]) -> str:
     return f"{sum(one['state'] == TrialState.DIVERGED for one in results)}/{len(results)}"
+
+
+def _unstable(results: Sequence[Record]) -> str:
+    known = [one["unstable"] for one in results if one["unstable"] is not None]
+    return f"{sum(known)}/{len(known)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.errors import NotFound
 from orchestrator.reports.source import Query, nearest, sweep_facts, sweep_names
-from orchestrator.reports.table import Table, short
+from orchestrator.reports.table import Table, counted, short
 from orchestrator.trial import Params, Severity, canonical_json
 
 MIN_PREFIX = 8  # characters of a run's id that may stand for all of it
@@ -56,8 +56,8 @@ def found_in_words(found: Sequence[Found]) -> str:
         members = list(group)
         trials = {trial for one in members for trial in one.trials}
         names = ", ".join(f"{one.check_name} {len(one.trials) or f'in the {PREFLIGHT}'}" for one in members)
-        where = f" in {_counted(len(trials), 'trial')}" if trials else ""
-        parts.append(f"{_counted(len({one.check_name for one in members}), severity.value)}{where} ({names})")
+        where = f" in {counted(len(trials), 'trial')}" if trials else ""
+        parts.append(f"{counted(len({one.check_name for one in members}), severity.value)}{where} ({names})")
     return ", ".join(parts)
 
 
@@ -167,7 +167,7 @@ def _verdicts_in_words(verdicts: Sequence[str | None]) -> str:
     healthy, total = verdicts.count("healthy"), len(verdicts)
     rest = [f"{verdicts.count(one)} {one}" for one in ("warning", "suspect", "diverged") if one in verdicts]
     open_ones = [f"{verdicts.count(None)} without a result"] if None in verdicts else []
-    return ", ".join([f"{healthy} of {_counted(total, 'trial')} are healthy", *rest, *open_ones])
+    return ", ".join([f"{healthy} of {counted(total, 'trial')} are healthy", *rest, *open_ones])
 
 
 def _nothing(at_least: Severity) -> str:
@@ -177,7 +177,3 @@ def _nothing(at_least: Severity) -> str:
 def _distinct(values: Iterable[Any]) -> dict[str, Any]:
     """Each value once, by its text."""
     return {canonical_json(value): value for value in values}
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

@@ -23,9 +23,12 @@ class SweepFacts:
     question: str  # the description's first line
     metric: str
     mode: str
+    more_objectives: tuple[tuple[str, str], ...]  # name and mode of the sweep's further metrics
+    scheduler: str  # the algorithm, or `none`
     state: str
     axes: tuple[str, ...]  # all swept parameters, seed included, in the order of the file
     cell_axes: tuple[str, ...]  # the grid axes without seed
+    zipped: tuple[tuple[str, ...], ...]  # those of them that move together
     show: tuple[str, ...]  # metrics shown beside the objective
     unstable: Mapping[str, Any] | None  # what counts as unstable besides diverged trials, as the file writes it
 
@@ -56,9 +59,12 @@ def sweep_facts(query: Query, name: str) -> SweepFacts:
         question=(row["description"] or "").split("\n")[0],
         metric=row["metric"],
         mode=row["mode"],
+        more_objectives=tuple((one["name"], one["mode"]) for one in spec.get("more_metrics", ())),
+        scheduler=spec.get("scheduler", {}).get("algorithm", "none"),
         state=row["state"],
         axes=tuple(axes),
         cell_axes=tuple(axis for axis in axes if "grid" in spec["params"][axis] and axis != "seed"),
+        zipped=tuple(map(tuple, spec.get("zip", ()))),
         show=tuple(spec["show"]),
         unstable=spec.get("unstable"),
     )

@@ -56,6 +56,11 @@ def short(value: Any) -> str:
     return str(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 trial`, `3 trials`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _short_float(value: float) -> str:
     if math.isnan(value):
         return "NaN"

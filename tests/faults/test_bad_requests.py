@@ -43,6 +43,7 @@ def known(orch: Orch) -> str:
         ("params.stepz=3", "unknown key params.stepz, did you mean steps?"),
         ("params.steps=many", "'many': Input should be a valid integer"),
         ("params.x={grid: []}", "grid"),
+        ("exclude=[{x: 0}, {x: 1}]", "exclude  its entries match every point; nothing would be trained"),
         ("metric.name=val/los", "did you mean val/loss?"),
         ("params.x", "write --set path.of.key=value"),
         ("resources.cpu=-1", "resources.cpu"),
@@ -75,6 +76,35 @@ def test_all_mistakes_of_a_file_come_in_one_answer_at_their_lines(
     refused = type_here("sweep", file)
     places = [line.split("  ")[:2] for line in refused.err.splitlines()]
     assert places == [[f"{file}:7", "params.dropout"], [f"{file}:8", "resorces"]]
+
+
+DRAWN = """
+    workload: orch_lab:Whole
+    metric: {name: val/loss, mode: min}
+    params: {x: {uniform: [0, 1]}, steps: 2}
+    search: {algorithm: random, samples: 2}
+"""
+
+
+def test_a_draw_that_the_workload_refuses_is_told_with_its_trial_before_anything_starts(
+    orch: Orch, type_here: Typed, name: str, untouched: Traces
+) -> None:
+    file = orch.sweep_file(DRAWN, name)
+    for command in ("plan", "sweep"):
+        refused = type_here(command, file).err
+        assert refused.startswith(f"{file}:4  params.x  x=0.")
+        assert refused.endswith("}; leave such points out by exclude or when\n")
+        assert refused.count("\n") == 1
+
+
+def test_a_draw_that_is_refused_while_the_sweep_runs_ends_it_with_what_it_has(orch: Orch, name: str) -> None:
+    file = orch.sweep_file(DRAWN.replace("random", "optuna"), name)
+    assert "is no whole number, in the trial {x: 0." in orch("sweep", file, "--inline", expect=2).err
+    assert name not in orch("status").out
+    done = orch("sweep", file, "--inline", "--set", "search.enqueue=[{x: 1}]", expect=1)
+    assert f"{name}: 1/1 finished" in done.out
+    assert "is no whole number, in the trial {x: 0." in done.out + done.err
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize(

@@ -393,7 +393,7 @@ def test_findings_arrive_once_and_survive_text_that_postgres_has_no_room_for(
     recorder = open_recorder(place.connect)
     finding = Finding("leak", Severity.ERROR, "a\0b \ud800", "look at it", step=3, value=math.nan, threshold=2.0)
     for _ in range(2):
-        recorder.findings([FindingRow(sweep.id, None, None, finding)])
+        recorder.notes([FindingRow(sweep.id, None, None, finding)])
         assert recorder.drain(10)
     found = place.ask("select check_name, severity, step, value, threshold, message, advice from orch_ledger.findings")
     assert str(found) == str([("leak", "error", 3, math.nan, 2.0, r"a\x00b \ud800", "look at it")])

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, create_model, model_validator
 
 from orchestrator.trial import Finding, Report, Severity
-from orchestrator.workload import Context, WorkloadConfig, fusible, size
+from orchestrator.workload import Context, FieldConflict, WorkloadConfig, fusible, size
 
 
 class Trivial:
@@ -42,6 +42,17 @@ class Trivial:
                 yield Report(step, {"train/loss": loss, "val/loss": loss, "a": step, "b": -step, "c": math.sin(step)})
             if context.stopping:
                 return
+
+
+class Whole(Trivial):
+    """Refuses fractions of `x`, which only a draw from inside a range has."""
+
+    class Config(Trivial.Config):
+        @model_validator(mode="after")
+        def _check(self) -> Whole.Config:
+            if self.x % 1:
+                raise FieldConflict("x", f"x={self.x} is no whole number")
+            return self
 
 
 class Nested(BaseModel):

@@ -1,4 +1,4 @@
-"""What the person typed, read as a spec; and what it would run. Opens no database and starts nothing."""
+"""What the person typed, read as a spec. Opens no database and starts nothing."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.preflight import preflight_notes
-from orchestrator.reports.source import unstable_in_words
-from orchestrator.reports.table import Table, short
-from orchestrator.search import plan_count, plan_notes
-from orchestrator.settings import Settings
-from orchestrator.spec import SweepSpec, parse_sweep, read_sweep_file, to_json
-from orchestrator.spec.domains import Domain, Grid
-from orchestrator.tracking.artifacts import local_folder
+from orchestrator.errors import Problem, SpecError
+from orchestrator.search.plan import listed_candidates, search_problems
+from orchestrator.spec import SweepSpec, parse_sweep, read_sweep_file
+from orchestrator.spec.cross_fields import resolved
 from orchestrator.workload import describe
 
 
@@ -54,8 +50,15 @@ class SweepRequest:
 
 
 def read_spec(path: Path, overrides: Sequence[str], name: str | None) -> SweepSpec:
-    """The sweep file as a spec. Raises SpecError with every mistake in it."""
-    return parse_sweep(read_sweep_file(path), str(path), describe, overrides, name)
+    """The sweep file as a spec. Raises SpecError with every mistake in it, with what stands against its search,
+    or with a trial that the workload refuses.
+    """
+    spec = parse_sweep(read_sweep_file(path), str(path), describe, overrides, name)
+    if problems := search_problems(spec):
+        raise SpecError([Problem(spec.where(place), place, text) for place, text in problems])
+    for candidate in listed_candidates(spec) or ():  # what parsing tried stands for them, but it is not all of them
+        resolved(spec, describe(spec.workload).resolve, candidate.params)
+    return spec
 
 
 def read_spec_or_workload(what: str, overrides: Sequence[str]) -> SweepSpec:
@@ -65,32 +68,6 @@ def read_spec_or_workload(what: str, overrides: Sequence[str]) -> SweepSpec:
         return read_spec(path, overrides, None)
     metric = [*describe(what).metrics, "loss"][0]
     return parse_sweep(f"workload: {what}\nmetric: {metric}\n", what, describe, overrides, name="check")
-
-
-def plan_sweep(path: Path, overrides: Sequence[str], name: str | None) -> Table:
-    """What would run. Opens no database and starts nothing."""
-    spec = read_spec(path, overrides, name)
-    rows = [[axis, *_described(domain)] for axis, domain in spec.axes.items()]
-    rows += [[field, "fixed", short(value)] for field, value in spec.fixed.items()]
-    total = plan_count(spec)
-    wanted = spec.resources.max_concurrent
-    notes = [
-        f"{total} trials of {spec.workload}, {spec.search.algorithm} search, {spec.metric.mode} {spec.metric.name}",
-        f"each {spec.resources.cpu:g} CPU, {spec.resources.gpu:g} GPU; {wanted or 'as many as fit'} at once",
-        *plan_notes(spec),
-    ]
-    notes += [unstable_in_words(to_json(spec)["unstable"])] if spec.unstable else []
-    notes += preflight_notes(spec)
-    root = Settings().artifact_root
-    if root and local_folder(root) is None:
-        notes.append(f"no checkpoints in {root}: an interrupted trial starts again at step 0")
-    return Table(["parameter", "kind", "values"], rows, title=spec.description or spec.name, notes=notes)
-
-
-def _described(domain: Domain) -> tuple[str, str]:
-    if isinstance(domain, Grid):
-        return "grid", ", ".join(short(value) for value in domain.values)
-    return "sampled", str(domain)
 
 
 def _shell(text: str) -> str:
