@@ -34,7 +34,7 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
     facts = [sweep_facts(query, name) for name in sweeps]
     if metrics:
         check_metrics(query, sweeps, metrics)
-    wanted = list(dict.fromkeys(metrics or [name for one in facts for name in (one.metric, *one.show)]))
+    wanted = list(dict.fromkeys(metrics or [name for one in facts for name in one.shown]))
     axes = list(dict.fromkeys(by or [axis for one in facts for axis in one.cell_axes]))
     suspects = {one.name: _suspects(query, one.name) for one in facts}
     cells = _cells(query, facts, axes, wanted, suspects, checked=bool(by))
@@ -156,7 +156,7 @@ def effects(query: Query, sweep: str, metrics: Sequence[str] | None = None) -> T
     Shares count the results among the trials that have a partner. Axes that move together are one.
     """
     facts = sweep_facts(query, sweep)
-    wanted = list(dict.fromkeys(metrics or (facts.metric, *facts.show)))
+    wanted = list(dict.fromkeys(metrics or facts.shown))
     records = trial_records(query, sweep, wanted)
     rows = [
         row

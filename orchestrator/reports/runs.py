@@ -38,8 +38,7 @@ def runs(
         raise QueryError(f"--sort  sweep {sweep} has no column {sort!r}; {nearest(sort, known)}")
     if where:
         _check_condition(query, sweep, where)
-    others = [name for name, _ in facts.more_objectives]
-    wanted = ["trial", "state", "verdict", *facts.axes, facts.metric, *others, *facts.show]
+    wanted = ["trial", "state", "verdict", *facts.axes, *facts.shown]
     columns = list(known) if whole else [name for name in dict.fromkeys(wanted) if name in known]
     text = f"select {', '.join(map(quoted, columns))} from {view_of(sweep)}"
     text += f" where ({where}\n)" if where else ""

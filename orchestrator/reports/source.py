@@ -32,6 +32,11 @@ class SweepFacts:
     show: tuple[str, ...]  # metrics shown beside the objective
     unstable: Mapping[str, Any] | None  # what counts as unstable besides diverged trials, as the file writes it
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The metrics that comparisons show: the objectives, and what the file wants to see beside them."""
+        return tuple(dict.fromkeys((self.metric, *(name for name, _ in self.more_objectives), *self.show)))
+
 
 def quoted(identifier: str) -> str:
     """An SQL identifier in double quotes."""

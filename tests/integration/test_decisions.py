@@ -412,6 +412,7 @@ def test_best_of_two_metrics_are_all_runs_that_no_other_beats_in_both(lab: Orch,
     assert [(row["val/loss"], row["size"]) for row in front] == [(1.0, 4.0), (2.0, 1.0), (3.0, 0.0)]
     assert json.loads(lab("best", name, "--metric", "size", "--format", "json").out)[0]["size"] == 0.0
     assert "name one of the metrics" in lab("best", name, "--scope", "best", expect=2).err
+    assert {"val/loss", "size"} <= set(json.loads(lab("compare", name, "--format", "json").out)[0])
     told: list[Any] = lab.rows(f"select more_objectives from runs where sweep = '{name}' order by trial")
     assert [row["more_objectives"] for row in told] == [[0], [1], [2], [3], [4]]
 
