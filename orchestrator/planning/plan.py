@@ -91,7 +91,7 @@ class Plan:
 
     @cached_property
     def structures(self) -> list[Structure]:
-        return structures_of(self.spec, self.workload)
+        return structures_of(self.spec, self.workload, candidates=self.listed)
 
     def table(self) -> Table:
         """One row a parameter; the rest is in the notes."""
