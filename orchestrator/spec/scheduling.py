@@ -51,8 +51,8 @@ def read_schedule(node: Node | None, problems: Problems) -> Schedule:
 
 
 def _names(node: Node) -> tuple[str, ...]:
-    if not node.is_list:
-        raise ValueError(f"{shown(node)} is no list; write perturb: [lr]")
+    if not node.is_list or not node.items:
+        raise ValueError(f"{shown(node)} is no list of names; write perturb: [lr]")
     return tuple(dict.fromkeys(text(item) for item in node.items))
 
 
