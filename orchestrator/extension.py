@@ -111,7 +111,8 @@ def with_kept_points(spec: SweepSpec, trials: Iterable[Params]) -> SweepSpec:
     """The spec that tries first what its sweep has tried, if its own draws would miss some: after a wider range, say.
 
     So these points count among the samples, and get the seeds that are new. Each cell has its own ones first, which it
-    may not lose, and then those of the others: all compare the same draws. `trials` are in the words of the spec.
+    may not lose, then what `enqueue` asks for and none of them is, and then those of the others: all compare the same
+    draws. `trials` are in the words of the spec.
     """
     if not spec.sampled_axes or not isinstance(searcher := make_searcher(spec), ListedSearcher):
         return spec
@@ -121,8 +122,9 @@ def with_kept_points(spec: SweepSpec, trials: Iterable[Params]) -> SweepSpec:
         return spec
     own = distinct({axis: params[axis] for axis in _active(spec, params)} for params in trials)
     points = distinct({axis: value for axis, value in one.items() if axis in spec.sampled_axes} for one in own)
-    kept = distinct([*own, *(_fullest(points) if spec.when else points)])
-    return replace(spec, search=replace(spec.search, enqueue=(*spec.search.enqueue, *kept)))
+    untried = [entry for entry in spec.search.enqueue if not any(_is_part(entry, one) for one in own)]
+    first = distinct([*own, *untried, *(_fullest(points) if spec.when else points)])
+    return replace(spec, search=replace(spec.search, enqueue=first))
 
 
 def _fullest(points: Sequence[Params]) -> list[Params]:

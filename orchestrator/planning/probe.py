@@ -105,6 +105,7 @@ def timings_of(spec: SweepSpec, workload: Description, kinds: Sequence[Kind], bu
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",  # what a workload prints may be anything
         )
         try:
             out, err = process.communicate(json.dumps(question), timeout=budget_s + GRACE_S)

@@ -25,6 +25,7 @@ from orchestrator.spec.faces import FieldFace
 from orchestrator.spec.overrides import DOMAIN_KEYS, is_domain
 from orchestrator.spec.problems import Problems, nearest
 
+MAX_STEPS = 1e15  # floats tell no more values of a range apart
 SHORT_LATTICE = 256  # a range of at most so many values is checked value by value
 BOOLEAN_WORDS = frozenset({"on", "off", "yes", "no", "y", "n", "true", "false"})
 NULL_WORDS = frozenset({"none", "null", "nil", "~"})
@@ -124,6 +125,11 @@ class AxisReader:
         if step is not None and step > high - low:
             self._refuse(node.entries["step"], f"step {step} is larger than the range from {low} to {high}")
             return None
+        if step is not None and (high - low) / step > MAX_STEPS:
+            self._refuse(
+                node.entries["step"], f"step {step} is too fine for the range from {low} to {high}; leave it out"
+            )
+            return None
         domain = _range_of(kind, low, high, step)
         self._check_range(kind, body, domain)
         if step is not None and last_value(domain) != high:
@@ -141,6 +147,8 @@ class AxisReader:
             self._refuse(body, f"{kind} needs whole numbers; for fractions write {kind.replace('int', 'uniform')}")
         elif kind.startswith("log") and low <= 0:  # type: ignore[operator]
             self._refuse(body, _zero_in_log(kind, low, high))
+        elif not math.isfinite(float(high) - float(low)):  # type: ignore[arg-type]
+            self._refuse(body, f"{kind}: [{low}, {high}] is wider than a float can hold")
         elif low >= high:  # type: ignore[operator]
             self._refuse(body, f"{kind}: [{low}, {high}]: the lower end comes first and must be smaller")
         else:

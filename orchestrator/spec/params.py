@@ -18,6 +18,7 @@ from orchestrator.spec.sections import whole
 from orchestrator.spec.sweep_spec import SEED
 
 MAX_NAME_BYTES = 63  # a column name in PostgreSQL; longer ones are cut there
+MAX_SEEDS = 1_000_000  # as many as a sweep may have trials
 SEEDS = "seeds"  # the short form of `seed: {grid: [0, 1, ...]}`
 
 
@@ -145,7 +146,7 @@ def _read_seeds(
     if seeds is None or seeds.value is None:
         return
     try:
-        values = tuple(range(whole(1)(seeds)))
+        values = tuple(range(whole(1, MAX_SEEDS)(seeds)))
     except ValueError as error:
         problems.add(seeds.where, SEEDS, f"{error} (seeds: 3 means seed: {{grid: [0, 1, 2]}})")
         return

@@ -57,11 +57,15 @@ class Section:
             return default
 
 
-def whole(at_least: int) -> Callable[[Node], int]:
+def whole(at_least: int, at_most: int | None = None) -> Callable[[Node], int]:
+    bounds = f"at least {at_least}" if at_most is None else f"at least {at_least} and at most {at_most}"
+
     def convert(node: Node) -> int:
-        if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < at_least:
-            raise ValueError(f"{shown(node)}: a whole number, at least {at_least}, is needed")
-        return node.value
+        value = node.value
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < at_least or (at_most is not None and value > at_most):  # type: ignore[operator]
+            raise ValueError(f"{shown(node)}: a whole number, {bounds}, is needed")
+        return value  # type: ignore[return-value]
 
     return convert
 

@@ -170,6 +170,17 @@ def test_no_cell_loses_a_point_to_those_of_another(spec_of: Any) -> None:
     assert {x for x, _ in cells[1]} == {x for x, _ in cells[2]}
 
 
+@pytest.mark.parametrize("samples", [3, 4])
+def test_an_entry_to_try_first_that_was_tried_takes_no_place_of_others(spec_of: Any, samples: int) -> None:
+    narrow = (
+        "params: {steps: 2, k: {int: [1, 3]}, x: {uniform: [0, 1]}}\n"
+        "search: {algorithm: random, samples: 3, enqueue: [{k: 2}]}\n"
+    )
+    wider = narrow.replace("[0, 1]", "[0, 2]").replace("samples: 3", f"samples: {samples}")
+    found = places(spec_of, narrow, wider)
+    assert (found.is_possible, found.num_new) == (True, samples - 3)
+
+
 def test_a_point_to_try_first_may_leave_the_file_once_it_was_tried(spec_of: Any) -> None:
     found = places(spec_of, RANDOM.replace("samples: 3", "samples: 3, enqueue: [{x: 0.5}]"), RANDOM)
     assert (found.is_possible, len(found.places), found.num_new) == (True, 3, 0)

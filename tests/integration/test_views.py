@@ -484,6 +484,17 @@ def test_an_axis_that_does_not_exist_there_has_its_default_in_the_reference(lab:
     assert unstable_of(lab, "when") == [False, False, False, True, False]
 
 
+def test_a_condition_on_a_list_holds_for_that_list(lab: Lab) -> None:
+    rule = {"metric": "val/loss", "above": 1.2, "relative_to": {"c": "p"}}
+    sweep = lab.sweep("lists", unstable=rule, when={"a": {"hidden": [[1]]}}, otherwise={"a": 0})
+    for hidden, a, last in (([1], 0, 1.0), ([1], 4, 2.0), ([2], 0, 1.0)):
+        for c in "pq":
+            trial = lab.begin(sweep, {"hidden": hidden, "a": a, "c": c})
+            lab.log(trial, "val/loss", {0: last})
+            lab.end(trial)
+    assert unstable_of(lab, "lists") == [False] * 6
+
+
 def test_a_reference_that_failed_or_is_not_there_leaves_it_unknown(lab: Lab) -> None:
     rule = {"metric": "val/loss", "below": 0.5, "relative_to": {"k": 1}}
     sweep = lab.sweep("lonely", unstable=rule)

@@ -304,6 +304,8 @@ def test_a_zero_in_a_log_range_shows_the_form_to_write():
         ("c_z: {uniform: [a, b]}", "two finite numbers"),
         ("c_z: {uniform: [0, 1], step: 0}", "above 0"),
         ("c_z: {uniform: [0, 1], step: 2}", "larger than the range"),
+        ("c_z: {uniform: [0, 1], step: 1e-300}", "step 1e-300 is too fine for"),
+        ("c_z: {uniform: [-1e308, 1e308]}", "is wider than a float can hold"),
         ("c_z: {uniform: [0, 1], stpe: 0.1}", "did you mean step?"),
         ("c_z: {grid: [0, 1], step: 0.1}", "step belongs"),
         ("c_z: {grid: [0], choice: [0]}", "one domain"),
@@ -344,6 +346,7 @@ def test_seeds_beside_a_seed_or_without_such_a_field_are_refused():
     assert "keep one of them" in only(param("seed: 3") + "seeds: 2\n")
     assert "does not use seed" in only("workload: bare\nmetric: val/mse\nparams: {width: 1}\nseeds: 2\n")
     assert "at least 1" in only(HEAD + "seeds: 0\n")
+    assert "at most 1000000" in only(HEAD + "seeds: 1000000000\n")
 
 
 def test_the_command_line_replaces_seeds_and_seed_alike():

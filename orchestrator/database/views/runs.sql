@@ -90,7 +90,16 @@ select
                                     where exists (
                                         select
                                         from jsonb_each(axis.value) as term
-                                        where not (asked.params -> term.key <@ term.value)
+                                        where not exists (
+                                            select
+                                            from jsonb_array_elements(
+                                                case jsonb_typeof(term.value)
+                                                    when 'array' then term.value
+                                                    else jsonb_build_array(term.value)
+                                                end
+                                            ) as allowed
+                                            where allowed.value = asked.params -> term.key
+                                        )
                                     )
                                 )
                                 and reference.state in ('finished', 'stopped')
