@@ -157,6 +157,7 @@ def _start(
         sweep = existing or create_sweep(ledger, runs, spec, workload, findings)
         with ledger.hold(sweep.id) as hold, _abandoned_on_error(ledger, sweep.id):
             if existing is not None and (now := _extension(ledger, existing, spec, workload, request)) is not None:
+                ledger.add_findings(existing.id, [(None, None, one) for one in findings])  # before what they are about
                 _restate(ledger, existing, now)  # looked at again: another command may have added trials meanwhile
             refresh_views = view_refresher(engine, sweep.name)
             mirroring = Mirroring(workspace.database.url, spec)

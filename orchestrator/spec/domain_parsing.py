@@ -21,7 +21,7 @@ from orchestrator.spec.domains import (
     lattice_value,
     value_key,
 )
-from orchestrator.spec.faces import FieldFace
+from orchestrator.spec.faces import FieldFace, accepts
 from orchestrator.spec.overrides import DOMAIN_KEYS, is_domain
 from orchestrator.spec.problems import Problems, nearest
 
@@ -183,9 +183,9 @@ class AxisReader:
     def _mend_range(self, kind: str, domain: Uniform | Int, error: str) -> str:
         low, high = float(domain.low), float(domain.high)
         log = "log" if domain.log else ""
-        if isinstance(domain, Uniform) and low.is_integer() and high.is_integer() and _accepts(self.face, int(low)):
+        if isinstance(domain, Uniform) and low.is_integer() and high.is_integer() and accepts(self.face, int(low)):
             return f"takes whole numbers; write {log}int: [{int(low)}, {int(high)}]"
-        if isinstance(domain, Int) and _accepts(self.face, low):
+        if isinstance(domain, Int) and accepts(self.face, low):
             return f"takes fractions; write {log}uniform: [{low}, {high}], with step: 1 for whole ones"
         return error
 
@@ -213,27 +213,27 @@ def mend(raw: Any, face: FieldFace, error: str) -> str:
     """The library's message, or a better one where we can tell what was meant."""
     if isinstance(raw, str):
         return _mend_text(raw, face) or error
-    if isinstance(raw, float) and raw.is_integer() and _accepts(face, int(raw)):
+    if isinstance(raw, float) and raw.is_integer() and accepts(face, int(raw)):
         return f"a whole number is needed; write {int(raw)}"
-    if isinstance(raw, list) and raw and all(_accepts(face, item) for item in raw):
+    if isinstance(raw, list) and raw and all(accepts(face, item) for item in raw):
         return f"one value is needed; to try each write {{grid: {_short(raw)}}}"
-    if isinstance(raw, bool | int | float) and _accepts(face, str(raw)):
+    if isinstance(raw, bool | int | float) and accepts(face, str(raw)):
         return "text is needed; put it in quotes"
     return error if raw is not None else f"null is not allowed: {error}"
 
 
 def _mend_text(raw: str, face: FieldFace) -> str | None:
     word = raw.strip().lower()
-    if word in NULL_WORDS and _accepts(face, None):
+    if word in NULL_WORDS and accepts(face, None):
         return "is text here; did you mean null?"
-    if word in BOOLEAN_WORDS and _accepts(face, True):
+    if word in BOOLEAN_WORDS and accepts(face, True):
         return "is text in YAML 1.2; write true or false"
     if face.choices:
         near = nearest(raw, [str(choice) for choice in face.choices])
         known = ", ".join(str(choice) for choice in face.choices)
         return f"did you mean {near}? ({known})" if near else f"one of {known} is needed"
     meant = _number_meant(word)
-    if meant is not None and _accepts(face, meant):
+    if meant is not None and accepts(face, meant):
         return f"is text, not a number; write {meant!r} without quotes"
     return None
 
@@ -244,14 +244,6 @@ def _number_meant(word: str) -> int | float | None:
     except ValueError:
         return None
     return value if _is_finite_number(value) else None  # type: ignore[return-value]
-
-
-def _accepts(face: FieldFace, value: Any) -> bool:
-    try:
-        face.check(value)
-    except ValueError:
-        return False
-    return True
 
 
 def _samples(domain: Uniform | Int) -> Iterator[float | int]:

@@ -27,6 +27,15 @@ class FieldFace(Protocol):
     def choices(self) -> tuple[Any, ...]: ...
 
 
+def accepts(face: FieldFace, value: Any) -> bool:
+    """True if the field may have this value."""
+    try:
+        face.check(value)
+    except ValueError:
+        return False
+    return True
+
+
 class WorkloadFace(Protocol):
     """A workload as far as a sweep file is concerned."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.spec.document import Node
 from orchestrator.spec.domains import Choice, Domain, Grid, contains, ends, is_number, last_value, same_value
-from orchestrator.spec.faces import FieldFace
+from orchestrator.spec.faces import FieldFace, accepts
 from orchestrator.spec.params import Params, walk_fields
 from orchestrator.spec.problems import Problems, nearest
 from orchestrator.spec.relations import conditions_first
@@ -176,7 +176,7 @@ class RelationReader:
     def _values(self, name: str, node: Node, path: str) -> tuple[Any, ...]:
         """One value, or those of a list, that this field can have in the sweep."""
         face, raw = self.fields[name], node.plain()
-        items = node.items if node.is_list and not _accepts(face, raw) else [node]
+        items = node.items if node.is_list and not accepts(face, raw) else [node]
         if not items:
             self.problems.add(node.where, path, "lists no value")
         return tuple(value for item in items for value in self._value(name, item, path))
@@ -247,11 +247,3 @@ def _nearest_value(value: Any, values: tuple[Any, ...]) -> Any:
     if not is_number(value):
         return None
     return min(filter(is_number, values), key=lambda one: abs(one - value), default=None)
-
-
-def _accepts(face: FieldFace, value: Any) -> bool:
-    try:
-        face.check(value)
-    except ValueError:
-        return False
-    return True

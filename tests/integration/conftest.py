@@ -21,7 +21,9 @@ import pytest
 from orchestrator.database import view_catalog
 from orchestrator.database.connection import Database
 from orchestrator.ledger import Ledger, SweepRow, SweepState
+from orchestrator.planning import read_spec
 from orchestrator.settings import Home
+from orchestrator.spec import SweepSpec
 from orchestrator.trial import Candidate, Finding, Outcome, Severity, TrialState, config_hash
 from orchestrator.workspace import open_workspace
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:  # both are imported where they are used: most tests here need
     from playwright.sync_api import Browser, Page, Route
 
 ROOT = Path(__file__).parents[2]
+TRIVIAL = "workload: orch_lab:Trivial\nmetric: val/loss\n"
 CHROMIUM = Path("/usr/bin/chromium")
 # No sandbox: it refuses root. The rest keeps the browser itself off the network.
 FLAGS = [
@@ -247,3 +250,16 @@ def watched(chromium: Browser) -> Iterator[WatchedPage]:
     watched.watch()
     yield watched
     page.close()
+
+
+@pytest.fixture
+def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Text -> spec, for workloads of the lab; `Trivial` where the text names none."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "lab"))
+
+    def read(text: str) -> SweepSpec:
+        path = tmp_path / "s.yaml"
+        path.write_text(text if text.startswith("workload") else TRIVIAL + text)
+        return read_spec(path, (), None)
+
+    return read

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -12,7 +11,6 @@ import pytest
 from orchestrator.extension import extension_of, with_kept_points
 from orchestrator.ledger.models import SweepState
 from orchestrator.ledger.rows import SweepRow, TrialRow
-from orchestrator.planning import read_spec
 from orchestrator.search import make_searcher
 from orchestrator.spec import SweepSpec, to_json
 from orchestrator.trial import TrialState, config_hash, jsonable
@@ -21,19 +19,6 @@ from orchestrator.workload import describe, flatten
 HEAD = "workload: orch_lab:Trivial\nmetric: val/loss\n"
 BEGUN = "params: {steps: 2, x: {grid: [0, 1]}, seed: {grid: [0, 1]}}\n"
 RANDOM = "params: {steps: 2, x: {uniform: [0, 1]}, seed: {grid: [0]}}\nsearch: {algorithm: random, samples: 3}\n"
-
-
-@pytest.fixture
-def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Text -> spec, for workloads of the lab."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "lab"))
-
-    def read(text: str) -> SweepSpec:
-        path = tmp_path / "s.yaml"
-        path.write_text(text if text.startswith("workload") else HEAD + text)
-        return read_spec(path, (), None)
-
-    return read
 
 
 def stored(spec: SweepSpec, drawn: SweepSpec | None = None) -> tuple[SweepRow, list[TrialRow]]:
@@ -251,3 +236,10 @@ def test_only_new_structures_are_checked_and_an_error_there_leaves_the_sweep_as_
     with psycopg.connect(server_url) as connection:
         sweep = connection.execute("select trials, state from orch.sweeps where sweep = %s", (name,)).fetchone()
     assert sweep == (2, "finished")
+    file.write_text(text % ", tied")
+    orch("sweep", file, "--inline", "--resume")
+    query = "select check_name, message from orch.findings where sweep = %s and run_id is null"
+    with psycopg.connect(server_url) as connection:
+        assert connection.execute(query, (name,)).fetchall() == [
+            ("router_ties", "in all 2 structures: every second token")
+        ]

@@ -14,30 +14,12 @@ from scipy.stats import binom, fisher_exact
 
 from orchestrator.cli.plan import command
 from orchestrator.errors import NoResult, SpecError
-from orchestrator.planning import read_spec
 from orchestrator.planning.cost import kinds_of
 from orchestrator.planning.history import PastRun, fit_of, from_history
 from orchestrator.planning.plan import plan_of
 from orchestrator.planning.probe import Timing, from_probe
 from orchestrator.planning.seeds import power, share_told_from_none, trials_needed
-from orchestrator.spec import SweepSpec
 from orchestrator.workload import describe, flatten
-
-HEAD = "workload: orch_lab:Trivial\nmetric: val/loss\n"
-
-
-@pytest.fixture
-def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Text -> spec, for workloads of the lab."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "lab"))
-
-    def read(text: str) -> SweepSpec:
-        path = tmp_path / "s.yaml"
-        path.write_text(text if text.startswith("workload") else HEAD + text)
-        return read_spec(path, (), None)
-
-    return read
-
 
 # Counts
 
