@@ -17,7 +17,7 @@ from orchestrator.ledger.store import Hold, Ledger
 __all__ = ["HEAD", "AttemptRow", "Hold", "Ledger", "SweepRow", "SweepState", "TrialRow", "revision", "upgrade"]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-HEAD = "0003"  # the newest file in migrations/versions; kept here so that the usual start need not import Alembic
+HEAD = "0004"  # the newest file in migrations/versions; kept here so that the usual start need not import Alembic
 LOCK_KEY = 0x6F726368_6C656467  # "orchledg"
 
 

@@ -1,4 +1,4 @@
-"""The ledger's tables: sweeps, trials, attempts, findings and decisions. Holds no metrics; those are MLflow's."""
+"""The ledger's tables: sweeps, trials, attempts, findings, decisions and logs. Holds no metrics; those are MLflow's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ SWEEP = f"{SCHEMA}.sweeps.id"
 
 
 class SweepState(StrEnum):
-    """Where a sweep stands. `created` has trials but no driver yet; `interrupted` and `failed` can be resumed."""
+    """Where a sweep stands. `created` has trials but no driver yet; all others but `finished` can be resumed."""
 
     CREATED = "created"
     RUNNING = "running"
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
+    CANCELLED = "cancelled"
     FAILED = "failed"
+
+
+class Wish(StrEnum):
+    """What a sweep's holder is asked to do. `cancel` is a first Ctrl-C, `cancel_now` a second one."""
+
+    NONE = ""
+    CANCEL = "cancel"
+    CANCEL_NOW = "cancel_now"
 
 
 class Base(DeclarativeBase):
@@ -58,6 +67,11 @@ class Sweep(Base):
     started_at: Mapped[datetime | None] = mapped_column(Moment)
     ended_at: Mapped[datetime | None] = mapped_column(Moment)
     archived_at: Mapped[datetime | None] = mapped_column(Moment)
+    holder: Mapped[str] = mapped_column(Text, server_default="")  # `<pid>@<host>` of the command that drives it
+    holder_process: Mapped[str] = mapped_column(Text, server_default="")  # the same, unmistakable on its machine
+    heartbeat_at: Mapped[datetime | None] = mapped_column(Moment)  # the holder's last word; null: nobody holds it
+    fence: Mapped[int] = mapped_column(BigInteger, server_default="0")  # grows with each holder: the fencing token
+    wanted: Mapped[str] = mapped_column(Text, server_default="")  # what the holder is asked to do: a Wish
 
     __table_args__ = (Index("sweeps_name_key", "name", unique=True),)
 
@@ -91,6 +105,7 @@ class Trial(Base):
     host: Mapped[str] = mapped_column(Text, server_default="")
     device: Mapped[str] = mapped_column(Text, server_default="")
     git_commit: Mapped[str] = mapped_column(Text, server_default="")
+    alone: Mapped[bool] = mapped_column(server_default=text("false"))  # ran out of memory: trains when no other does
 
     __table_args__ = (
         Index("trials_sweep_id_config_hash_key", "sweep_id", "config_hash", unique=True),
@@ -100,6 +115,7 @@ class Trial(Base):
         Index(
             "trials_waiting",
             text("sweep_id"),
+            text("alone"),
             text("last_step nulls first"),
             text("number"),
             postgresql_where=text("state = 'waiting'"),
@@ -186,6 +202,36 @@ class DecisionRow(Base):
         # A replayed journal and an attempt that does a step again say the same. A pause may end in a copy, at its step.
         Index("decisions_replay_key", "trial_id", "step", "action", unique=True),
         Index("decisions_sweep_id", "sweep_id", "id"),
+    )
+
+
+class LogRow(Base):
+    """A line that a trial printed, or that the sweep's command said (without a trial)."""
+
+    __tablename__ = "logs"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    sweep_id: Mapped[int] = mapped_column(BigInteger, ForeignKey(SWEEP, ondelete="CASCADE"))
+    trial_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey(TRIAL, ondelete="CASCADE"))
+    attempt: Mapped[int | None] = mapped_column(Integer)
+    line_number: Mapped[int] = mapped_column(BigInteger)  # from 0, within the attempt and stream
+    stream: Mapped[str] = mapped_column(Text)  # stdout, stderr, sweep
+    line: Mapped[str] = mapped_column(Text)
+    written_at: Mapped[datetime] = mapped_column(Moment)
+
+    __table_args__ = (
+        # A replayed journal writes the same line again: one row.
+        Index(
+            "logs_replay_key",
+            "sweep_id",
+            "trial_id",
+            "attempt",
+            "stream",
+            "line_number",
+            unique=True,
+            postgresql_nulls_not_distinct=True,
+        ),
+        Index("logs_sweep_id", "sweep_id", "id"),
     )
 
 

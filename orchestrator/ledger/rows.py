@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import RowMapping
 
-from orchestrator.ledger.models import SweepState
+from orchestrator.ledger.models import SweepState, Wish
 from orchestrator.trial import Candidate, Finding, Params, TrialState
 
 NOT_NUMBERS = ("Infinity", "-Infinity", "NaN")  # how JSON holds what it cannot hold
@@ -33,6 +33,11 @@ class SweepRow:
     started_at: datetime | None
     ended_at: datetime | None
     archived_at: datetime | None
+    holder: str  # `<pid>@<host>`; empty: no command drives it
+    holder_process: str
+    heartbeat_at: datetime | None
+    fence: int
+    wanted: Wish
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class TrialRow:
     host: str
     device: str
     git_commit: str
+    alone: bool
 
     @property
     def candidate(self) -> Candidate:
@@ -103,4 +109,4 @@ def restore_floats(values: Params, types: Mapping[str, str]) -> dict[str, Any]:
 
 def sweep_row(row: RowMapping) -> SweepRow:
     columns = {field: sql_type for field, sql_type in row["columns"]}
-    return SweepRow(**{**row, "columns": columns, "state": SweepState(row["state"])})
+    return SweepRow(**{**row, "columns": columns, "state": SweepState(row["state"]), "wanted": Wish(row["wanted"])})

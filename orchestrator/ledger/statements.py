@@ -46,7 +46,7 @@ CLAIM = text(
     with next as (
         select id from orch_ledger.trials
         where sweep_id = :sweep_id and state = 'waiting'
-        order by last_step nulls first, number
+        order by alone, last_step nulls first, number
         limit 1
         for update skip locked
     )
