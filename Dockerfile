@@ -1,8 +1,8 @@
 # One image for everything of ours: MLflow's server, the Ray nodes, the command `orch`. Holds no secret.
 FROM docker.io/library/python:3.11-slim AS requirements
 COPY pyproject.toml .
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-      > /requirements.txt
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; extras = project['optional-dependencies']; \
+      print(*project['dependencies'], *extras['cluster'], *extras['s3'], sep='\n')" > /requirements.txt
 
 FROM docker.io/library/python:3.11-slim
 # An index besides PyPI, for example PyTorch's CPU-only wheels (the default wheels bring CUDA, several gigabytes).
@@ -30,7 +30,7 @@ COPY --chmod=644 docker/wait_for_database.py /usr/local/lib/orch/wait_for_databa
 # Volumes take the owner of these folders when they are first used.
 RUN useradd --uid 1000 --create-home orch \
  && install -d -o orch -g orch /shared /shared/artifacts /workspace \
- && install -d -o orch -g orch -m 700 /home/orch/.orch
+ && install -d -o orch -g orch -m 700 /home/orch/.orch /journal
 USER orch
 WORKDIR /workspace
 ENTRYPOINT ["orch-entrypoint"]

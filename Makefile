@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench science health-table clean
+.PHONY: demo test lint format bench science health-table chaos clean
 
 demo: $(READY)
 	$(BIN)/orch sweep sweeps/zloss.yaml --resume
@@ -30,6 +30,9 @@ science: $(READY)
 
 health-table: $(READY)
 	$(BIN)/python -m benchmarks.health_table
+
+chaos: $(READY)
+	$(BIN)/python -m benchmarks.chaos
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

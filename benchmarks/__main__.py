@@ -16,6 +16,7 @@ NAMES = [
     "char_gpt",
     "probes",
     "preflight",
+    "load",
 ]
 
 

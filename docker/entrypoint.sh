@@ -24,7 +24,7 @@ wait_for_head() {
 
 serve_mlflow() {
   wait_for_database
-  orch up # the tables first, under the advisory lock, so that MLflow's server finds them ready
+  orch up --no-ui # the tables first, under the advisory lock, so that MLflow's server finds them ready
   export MLFLOW_BACKEND_STORE_URI=$ORCH_DATABASE_URL
   exec mlflow server --host 0.0.0.0 --port 5000 --workers 1 --artifacts-destination "$ORCH_ARTIFACT_ROOT"
 }
@@ -64,7 +64,7 @@ needs_cluster() {
   [[ ${1:-} == sweep || ${1:-} == resume ]] || return 1
   local word
   for word in "$@"; do
-    case $word in --inline | --dry-run | --help | -h) return 1 ;; esac
+    case $word in --inline | --detach | --dry-run | --help | -h) return 1 ;; esac
   done
 }
 
@@ -80,7 +80,7 @@ run_orch() {
 
 case ${1:-} in
   mlflow) serve_mlflow ;;
-  ray-head) serve_ray --head --port 6379 --num-cpus 0 --include-dashboard false ;;
+  ray-head) serve_ray --head --port 6379 --num-cpus 0 --dashboard-host 0.0.0.0 ;; # published on the loopback only
   ray-worker)
     wait_for_head
     serve_ray --address "$RAY_ADDRESS" --num-cpus "${WORKER_CPUS:-2}"

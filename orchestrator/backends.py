@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import ResourceError
 from orchestrator.planning import SweepRequest
 from orchestrator.search import plan_count
+from orchestrator.settings import Home
 from orchestrator.spec import SweepSpec
 from orchestrator.workload import Description
 
 if TYPE_CHECKING:
+    from orchestrator.execution.ray_tune.cluster import Cluster
     from orchestrator.execution.sweep_run import SweepRun
     from orchestrator.tracking.recorder import Remainder
     from orchestrator.workspace import Workspace
@@ -29,6 +31,7 @@ class Backend:
     num_workers: int
     device: str
     run: Callable[[SweepRun], Sequence[Remainder]]
+    remark: str = ""  # for the person
 
 
 @contextlib.contextmanager
@@ -49,9 +52,10 @@ def open_backend(
     address = request.address or workspace.settings.ray_address
     token_file = workspace.home.secret_file("ray_token")
     environment.prepare(None if address else token_file)
-    from orchestrator.execution.ray_tune.cluster import attached_cluster, local_cluster
+    from orchestrator.execution.ray_tune.cluster import attached_cluster
     from orchestrator.execution.ray_tune.driver import run_on_ray
     from orchestrator.execution.ray_tune.reachable import refuse_more_than_this_machine, refuse_silent_address
+    from orchestrator.execution.ray_tune.shared_root import refuse_unshared_root
 
     if address:
         refuse_silent_address(address)
@@ -60,12 +64,17 @@ def open_backend(
     beside.start()
     scratch = workspace.home.scratch()
     packages = sorted({"orchestrator", "workloads", workload.package})
-    opened = attached_cluster(address, scratch, packages) if address else local_cluster(scratch, token_file)
-    with opened as cluster:
+    with contextlib.ExitStack() as stack:
+        remark = ""
+        if address:
+            cluster = stack.enter_context(attached_cluster(address, scratch, packages))
+        else:
+            cluster, remark = stack.enter_context(_own_ray(workspace.home, scratch, token_file))
         resources = spec.resources
         fits = cluster.capacity(resources.cpu, resources.gpu)
         if cluster.has_remote_nodes:
             _refuse_local_storage(workspace)
+            refuse_unshared_root(cluster, workspace.settings.artifact_root or "", resources.cpu, resources.gpu)
         num_workers = min(fits, resources.max_concurrent or fits, plan_count(spec))
 
         def run(feed: SweepRun) -> Sequence[Remainder]:
@@ -79,7 +88,21 @@ def open_backend(
                 journal_folder=str(journal if cluster.is_local else workspace.remote_journal),
             )
 
-        yield Backend(num_workers, "cuda" if resources.gpu else "cpu", run)
+        yield Backend(num_workers, "cuda" if resources.gpu else "cpu", run, remark)
+
+
+@contextlib.contextmanager
+def _own_ray(home: Home, scratch: Path, token_file: Path) -> Iterator[tuple[Cluster, str]]:
+    """The warm Ray of `orch up --ray` if it can be had, else one for the time of the sweep, and a remark on it."""
+    from orchestrator.execution.ray_tune.cluster import local_cluster
+    from orchestrator.execution.ray_tune.warm import joined
+
+    with joined(home, scratch) as (warm, remark):
+        if warm is not None:
+            yield warm, remark
+    if warm is None:
+        with local_cluster(scratch, token_file) as cold:
+            yield cold, remark
 
 
 def _inline_backend(workspace: Workspace, journal: Path, spec: SweepSpec) -> Backend:

@@ -219,6 +219,7 @@ class _Shelf:
     """A trial's saved state as far as its checks want one: the process may be killed and leaves nothing behind."""
 
     state: bytes | None = None
+    is_kept: bool = False
 
     def load(self) -> bytes | None:
         return self.state
@@ -240,6 +241,7 @@ class _Context:
     trial: int = 0
     attempt: int = 1
     device: str = "cpu"
+    gpu_share: float = 0.0
     stopping: bool = False
     checkpoint: _Shelf = field(default_factory=_Shelf)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.planning import SweepRequest
@@ -11,7 +12,8 @@ from orchestrator.reports.compare import compare, effects
 from orchestrator.reports.health import Found, found_in
 from orchestrator.reports.source import Query
 from orchestrator.reports.status import state_counts
-from orchestrator.reports.table import Table
+from orchestrator.reports.table import Table, counted
+from orchestrator.tracking.artifacts import checkpoint_folder
 from orchestrator.trial import TrialState
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ def exit_code(counts: Mapping[TrialState, int]) -> int:
 
 def remarks_on(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
     remarks = [run.abort_reason] if run.abort_reason else []
+    if run.cancelled:
+        remarks.append(f"cancelled by `orch cancel`; go on with what is left: orch resume {run.sweep.name}")
     if run.without_record:
         numbers = ", ".join(str(number) for number in sorted(run.without_record)[:20])
         first = next(iter(run.without_record.values()))
@@ -61,6 +65,7 @@ def remarks_on(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
             f"{points} points of {len(unwritten)} runs could not be written; they are safe in the journal and are"
             f" written by the next command that records here: {', '.join(unwritten[:5])}"
         )
+    remarks += _about_states(run)
     for one in remainders:
         if one.num_rejected:
             remarks.append(f"{one.num_rejected} rows that PostgreSQL refused are kept in rejected.jsonl of the journal")
@@ -69,6 +74,31 @@ def remarks_on(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
         if one.reason:
             remarks.append(one.reason)
     return remarks
+
+
+def _about_states(run: SweepRun) -> list[str]:
+    """What saved states are good for now, and where they lie."""
+    remarks = []
+    if failed := _with_states(run, lambda state: state is TrialState.FAILED):
+        whose = f"{counted(len(failed), 'failed trial')} kept {'its' if len(failed) == 1 else 'their'} last states"
+        remarks.append(f"{whose}; orch resume {run.sweep.name} --failed goes on from there ({_place(failed)})")
+    if run.spec.keep_checkpoints and (kept := _with_states(run, lambda state: state.is_result)):
+        remarks.append(f"the last and the best state of {counted(len(kept), 'trial')} are kept ({_place(kept)})")
+    return remarks
+
+
+def _with_states(run: SweepRun, wanted: Callable[[TrialState], bool]) -> list[Path]:
+    """The folders with saved states of such trials."""
+    uris = (
+        run.runs.artifact_uri(run.sweep.experiment_id or "", row.run_id)
+        for row in run.trials.values()
+        if row.run_id is not None and wanted(row.state)
+    )
+    return [folder for uri in uris if (folder := checkpoint_folder(uri)) is not None and folder.is_dir()]
+
+
+def _place(folders: Sequence[Path]) -> str:
+    return f"in {folders[0]}" if len(folders) == 1 else f"the first in {folders[0]}"
 
 
 def changed_in_words(query: Query, sweep: str) -> list[str]:
@@ -86,10 +116,10 @@ def changed_in_words(query: Query, sweep: str) -> list[str]:
 
 
 def ending_of(query: Query, sweep: str, request: SweepRequest, code: int) -> SweepEnding:
+    orch, counts = " ".join(request.orch), state_counts(query, sweep)
     if code == INTERRUPTED:
         next_commands = [(request.command(resume=True), "go on with what is left")]
     else:
-        orch = " ".join(request.orch)
         next_commands = [
             (f"{orch} runs {sweep}", "one line a trial"),
             (f"{orch} best {sweep}", "the best finite run"),
@@ -97,10 +127,12 @@ def ending_of(query: Query, sweep: str, request: SweepRequest, code: int) -> Swe
             (f'{orch} sql "select * from sweep_{sweep} limit 5"', "SQL"),
             (f"{orch} ui", "MLflow's UI and the dashboards"),
         ]
+    if counts.get(TrialState.FAILED):
+        next_commands.append((f"{orch} resume {sweep} --failed", "run the failed ones again"))
     return SweepEnding(
         sweep=sweep,
         exit_code=code,
-        counts=state_counts(query, sweep),
+        counts=counts,
         comparison=compare(query, [sweep], None, None),
         effects=effects(query, sweep),
         found=found_in(query, sweep),

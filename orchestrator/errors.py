@@ -50,6 +50,12 @@ class DatabaseLost(DatabaseUnavailable):
     exit_code = 1
 
 
+class DatabaseLostWhenInterrupted(DatabaseLost):
+    """A signal asked the sweep to stop, and the database did not come back for its last words."""
+
+    exit_code = 130
+
+
 class PlaceUnusable(OrchError):
     """A folder that orch must write cannot be made or written, or its disk is full."""
 

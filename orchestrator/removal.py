@@ -16,7 +16,8 @@ from orchestrator.workspace import open_workspace
 
 
 def remove_sweep(home: Path | None, name: str, purge: bool) -> str:
-    """Archives or deletes a sweep; its name is free again. Raises NotFound, or AlreadyExists while it runs.
+    """Archives or deletes a sweep; its name is free again. Raises NotFound, or AlreadyExists, naming `orch cancel`,
+    while it runs.
 
     An archived one can still be deleted, by the name that archiving gave it.
     """

@@ -17,10 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from orchestrator import background
 from orchestrator.errors import OrchError
-from orchestrator.settings import artifact_root
-from orchestrator.workspace import Workspace, open_workspace
+from orchestrator.settings import Home, artifact_root
+from orchestrator.workspace import Workspace, find_home, open_workspace
 
+NAME = "ui"  # of the service in the background
+MLFLOW, DASHBOARDS = "MLflow", "dashboards"
+HOST, PORT = "127.0.0.1", 5000
+NUM_PORTS = 40  # that are tried, in pairs, where nobody named one
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 8.0
 POLL_S = 0.1
@@ -76,26 +81,61 @@ class StopRequest:
         self.received = True
 
 
-def serve_ui(home: Path | None, host: str, port: int, say: Callable[[str], None]) -> int:
+def serve_ui(home: Path | None, host: str, port: int | None, say: Callable[[str], None]) -> int:
     """Runs both servers until one ends or a signal comes. Returns 0 after a signal, 1 when a server ended by itself.
 
-    Raises OrchError, with nothing left running, when a port is taken or a server does not start.
+    Where the one that `orch up` started serves already, says so and returns 0. Raises OrchError, with nothing left
+    running, when a port is taken or a server does not start.
     """
+    found = background.find(find_home(home)[1], NAME)
+    if found is not None and found.is_up and host == HOST and port in (None, found.facts["port"]):
+        for line in (*addresses(found), "It runs in the background; orch down stops it."):
+            say(line)
+        return 0
+    port = PORT if port is None else port
     for wanted in (port, port + 1):
         _refuse_taken_port(host, wanted)
+    mark = os.environ.pop(background.MARK, "")  # not for the database's server: it outlives the UI
     workspace = open_workspace(home)
+    if mark:
+        os.environ[background.MARK] = mark
     mlflow = _mlflow(workspace, host, port)
     servers = [mlflow, _dashboards(workspace, host, port + 1, mlflow.url)]
     with StopRequest() as stop, _running(servers) as children:
         for server, child in children:
             if not _is_up(server, child, stop):
                 return 0
+        if mark:
+            background.announce(workspace.home, NAME, {"port": port, **{one.name: one.url for one in servers}})
         for server in servers:
-            say(f"{server.name:<11} {server.url}")
+            say(_address(server.name, server.url))
         if host in WILDCARDS:
             say(f"Both listen on every address of this host ({host}) and ask for no password.")
         say("Ctrl-C stops both; the database stays up.")
         return _wait(children, stop)
+
+
+def start_ui(home: Home, port: int | None) -> background.Service:
+    """The UI in the background: the one that runs, or a new one. Raises OrchError if it does not start.
+
+    Without `port` it takes the first free pair from the usual one on: each home has its own.
+    """
+    found = background.find(home, NAME)
+    if found is not None and found.is_up:
+        return found
+    port = port or _free_pair()
+    for wanted in (port, port + 1):
+        _refuse_taken_port(HOST, wanted)
+    return background.start(home, NAME, background.orch("--home", str(home.path), "ui", "--port", str(port)))
+
+
+def addresses(service: background.Service) -> list[str]:
+    """What a person types into a browser."""
+    return [_address(name, service.facts[name]) for name in (MLFLOW, DASHBOARDS)]
+
+
+def _address(name: str, url: str) -> str:
+    return f"{name:<11} {url}"
 
 
 def _mlflow(workspace: Workspace, host: str, port: int) -> Server:
@@ -116,7 +156,7 @@ def _mlflow(workspace: Workspace, host: str, port: int) -> Server:
         "MLFLOW_DISABLE_TELEMETRY": os.environ.get("MLFLOW_DISABLE_TELEMETRY", "true"),
     }
     command = [sys.executable, "-m", "mlflow", "server", *flags, "--no-serve-artifacts"]
-    return Server("MLflow", command, environment, host, port, MLFLOW_READY, _log_file(workspace, "mlflow"))
+    return Server(MLFLOW, command, environment, host, port, MLFLOW_READY, _log_file(workspace, "mlflow"))
 
 
 def _dashboards(workspace: Workspace, host: str, port: int, mlflow_url: str) -> Server:
@@ -128,7 +168,7 @@ def _dashboards(workspace: Workspace, host: str, port: int, mlflow_url: str) -> 
         "MARIMO_SKIP_UPDATE_CHECK": "1",
     }
     command = [sys.executable, "-m", "marimo", "run", *flags, str(_app_file())]
-    return Server("dashboards", command, environment, host, port, "/health", _log_file(workspace, "dashboards"))
+    return Server(DASHBOARDS, command, environment, host, port, "/health", _log_file(workspace, "dashboards"))
 
 
 def _app_file() -> Path:
@@ -191,6 +231,16 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
         os.killpg(process.pid, number)
 
 
+def _free_pair() -> int:
+    """The first of the two ports; the usual one if none of those that are tried is free."""
+    for port in range(PORT, PORT + NUM_PORTS, 2):
+        with contextlib.suppress(OrchError):  # taken
+            _refuse_taken_port(HOST, port)
+            _refuse_taken_port(HOST, port + 1)
+            return port
+    return PORT
+
+
 def _refuse_taken_port(host: str, port: int) -> None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
@@ -201,7 +251,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
         option = "--host" if isinstance(error, socket.gaierror) else "--port"
         raise OrchError(
             f"{option}  {host}:{port} cannot be used ({error.strerror}); "
-            "choose another (the dashboards take the port after MLflow's): orch ui --port N"
+            "choose another (the dashboards take the port after MLflow's) with --port N"
         ) from error
 
 

@@ -32,8 +32,11 @@ class Settings(BaseSettings):
     reader_url: SecretStr | None = None
     artifact_root: str | None = None
     journal_dir: Path | None = None
+    journal_host: str | None = None  # containers that share one machine's journal folder, under changing names
+    expected_database: str | None = None  # set by `orch ... --detach` for the job it submits
     ray_address: str | None = Field(None, validation_alias="RAY_ADDRESS")
     mlflow_tracking_uri: str | None = Field(None, validation_alias="MLFLOW_TRACKING_URI")
+    s3_endpoint: str | None = Field(None, validation_alias="MLFLOW_S3_ENDPOINT_URL")
 
 
 class Home:
@@ -97,7 +100,7 @@ class Home:
             if old.name.isdigit() and not Path(f"/proc/{old.name}").exists():
                 shutil.rmtree(old, ignore_errors=True)
         mine = parent / str(os.getpid())
-        mine.mkdir(mode=0o700, exist_ok=True)
+        mine.mkdir(mode=0o700, parents=True, exist_ok=True)  # the last command to leave may have removed its parent
         return mine
 
     @cached_property

@@ -15,6 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from orchestrator.masking import mask
+
 Params = Mapping[str, Any]
 
 OWN_CHECKS = ("checkpoint", "metric_name", "probe_failed", "unread_field")
@@ -68,6 +70,7 @@ class Failure(StrEnum):
     NONE = ""
     EXCEPTION = "exception"
     WORKER_DEATH = "worker_death"
+    WORKER_START = "worker_start"
     OUT_OF_MEMORY = "out_of_memory"
     TIMEOUT = "timeout"
     NO_OBJECTIVE = "no_objective"
@@ -96,11 +99,11 @@ class Report:
 
 
 def storable(text: str) -> str:
-    """The text without what PostgreSQL cannot hold or a terminal would obey.
+    """The text without what PostgreSQL cannot hold, a terminal would obey, or looks like a password.
 
     Control characters, NUL among them, and lone surrogates are spelled out; tabs and line ends stay.
     """
-    spelled = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    spelled = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", mask(text))
     return spelled.encode("utf-8", "backslashreplace").decode()
 
 
@@ -227,6 +230,7 @@ class Outcome:
     seconds: float | None = None  # of training, measured where it trained; None when that died with it
     host: str = ""  # where it trained
     more_objectives: tuple[float | None, ...] = ()  # the sweep's further metrics, at their last report
+    node: str = ""  # Ray's id of the machine where it trained; empty: this process, or nobody knows
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", storable(self.reason))

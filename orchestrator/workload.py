@@ -10,6 +10,7 @@ import fnmatch
 import hashlib
 import importlib
 import importlib.util
+import keyword
 import math
 import sys
 import traceback
@@ -27,6 +28,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from orchestrator.errors import NotFound, OrchError, WorkloadBroken
+from orchestrator.masking import mask
 from orchestrator.trial import Finding, Report, jsonable
 
 if TYPE_CHECKING:  # commands that train nothing need not load it
@@ -72,7 +74,13 @@ class FieldConflict(ValueError):
 
 
 class Checkpoint(Protocol):
-    """The saved states of a trial: whatever bytes its workload needs to go on from a step. The last two are kept."""
+    """The saved states of a trial: whatever bytes its workload needs to go on from a step.
+
+    The last two are kept and the one with the best objective. `is_kept`: the sweep keeps states beyond the trial's
+    result, so that the last step's is worth saving too.
+    """
+
+    is_kept: bool
 
     def load(self) -> bytes | None:
         """The newest state that this trial saved, in this attempt or an earlier one; None: begin at the start."""
@@ -84,7 +92,7 @@ class Checkpoint(Protocol):
         """Keeps the state after `step`, once everything reported so far is safe: report the step first.
 
         The next attempt goes on at the step after it, so a workload that saves must load. A trial that has a result
-        needs no state: there is none to save at the last step.
+        needs no state: unless `is_kept`, there is none to save at the last step.
         """
 
 
@@ -100,6 +108,7 @@ class Context(Protocol):
     trial: int
     attempt: int
     device: str  # "cpu" or "cuda"
+    gpu_share: float  # of one GPU, or a number of whole ones; 0 without
 
     @property
     def checkpoint(self) -> Checkpoint: ...
@@ -220,6 +229,7 @@ def describe(name: str) -> Description:
     Raises NotFound with the nearest name. A class the user named that fails to import raises its own error.
     """
     if ":" in name:
+        _refuse_no_address(name)
         return _describe_class(name, name)
     if name in shipped_names():
         module = importlib.import_module(f"{SHIPPED_PACKAGE}.{name}.config")
@@ -244,8 +254,21 @@ def describe(name: str) -> Description:
     raise NotFound(f"unknown workload {name!r}; {hint}")
 
 
+def _refuse_no_address(name: str) -> None:
+    """Raises NotFound, before anything is imported, for what names no class: a file, a dunder, an expression."""
+    parts = [*name.partition(":")[0].split("."), name.partition(":")[2]]
+    if not all(part.isidentifier() and not keyword.iskeyword(part) and part[:2] != "__" for part in parts):
+        raise NotFound(
+            f"workload {name!r:.200} names no class; write package.module:Class, where the package lies in the working "
+            "directory or on PYTHONPATH"
+        )
+
+
 def _describe_class(name: str, target: str) -> Description:
     workload = _import_class(target)
+    is_class = isinstance(workload, type)
+    if not is_class:
+        raise WorkloadBroken(f"workload {target!r} is no class but {workload!r:.100} (see docs/workloads.md)")
     missing = [part for part in ("Config", "metrics", "run") if not hasattr(workload, part)]
     if missing:
         raise WorkloadBroken(
@@ -307,7 +330,7 @@ def _import_failure(module_name: str, error: Exception) -> str:
     while trace is not None and trace.tb_next is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    return f"importing {module_name} failed:\n{text}"
+    return f"importing {module_name} failed:\n{mask(text)}"
 
 
 def _is_machinery(file_name: str) -> bool:

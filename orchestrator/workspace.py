@@ -14,8 +14,11 @@ from pathlib import Path
 from orchestrator import __version__, ledger
 from orchestrator.database import reader, schema, view_catalog
 from orchestrator.database.connection import Database, open_database
+from orchestrator.database.expected import refuse_another
+from orchestrator.ledger.lease import reap
 from orchestrator.reports.source import Query
 from orchestrator.settings import Home, Settings, artifact_root, journal_folder, remote_journal_folder
+from orchestrator.tracking.standing import mark_runs
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class Workspace:
         """The journal on the nodes of a cluster."""
         return remote_journal_folder(self.settings) / self.identity
 
+    def reap(self) -> None:
+        """Marks what dead commands left running as lost."""
+        with self.database.connect("orch") as connection:
+            reap(connection, mark_runs)
+
     @cached_property
     def query(self) -> Query:
         """Runs one read-only statement as the reading role."""
@@ -71,6 +79,7 @@ def open_workspace(home_path: Path | None, *, allow_nonempty: bool = False) -> W
     settings, home = find_home(home_path)
     if settings.mlflow_tracking_uri:
         print("note: MLFLOW_TRACKING_URI is set; orch does not use it, it writes to its own database", file=sys.stderr)
+    refuse_another(settings, home)
     database = open_database(settings, home)
     schema.prepare(
         database,
@@ -83,11 +92,14 @@ def open_workspace(home_path: Path | None, *, allow_nonempty: bool = False) -> W
         ],
         expected_revision=_expected_revision,
         allow_nonempty=allow_nonempty,
+        password_file=home.secret_file("postgres") if settings.database_url is None else None,
     )
     with database.connect("orch") as connection:
         view_catalog.apply(connection)  # one short look, unless somebody dropped schema orch since
         identity = schema.identity(connection)
-    return Workspace(settings, home, database, identity)
+    workspace = Workspace(settings, home, database, identity)
+    workspace.reap()
+    return workspace
 
 
 def _create_mlflow_tables(root: str, database: Database) -> None:
@@ -121,24 +133,3 @@ def fingerprint() -> str:
 def open_for_reading(home: Path | None) -> Query:
     """What a reading command needs: one function that runs a read-only statement."""
     return open_workspace(home).query
-
-
-def start_services(home: Path | None) -> list[str]:
-    """Starts the database and returns what to say about it."""
-    workspace = open_workspace(home)
-    kind = "embedded PostgreSQL" if workspace.is_embedded else "given PostgreSQL"
-    return [
-        f"{kind} is up: {workspace.database}",
-        f"psql:   {workspace.psql_line}",
-        "views:  orch sql    MLflow and dashboards:  orch ui",
-    ]
-
-
-def stop_services(home: Path | None) -> list[str]:
-    """Stops the embedded server; a given one is not ours to stop."""
-    from orchestrator.database import embedded
-
-    settings, found = find_home(home)
-    if settings.database_url is not None:
-        return ["ORCH_DATABASE_URL is set: that server is not ours to stop"]
-    return ["the embedded PostgreSQL is stopped" if embedded.stop(found) else "the embedded PostgreSQL was not running"]

@@ -6,6 +6,7 @@ import errno
 import importlib
 import sys
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import click
@@ -14,9 +15,12 @@ from orchestrator import __version__
 
 COMMANDS = {
     "sweep": "Run a sweep file; --resume creates or continues.",
+    "resume": "Go on with a sweep; run failed trials again.",
+    "cancel": "Stop a sweep, from wherever its database is.",
     "plan": "Say what a sweep would run; start nothing.",
     "check": "Check a sweep or workload before it trains.",
     "status": "Sweeps and their progress; what one asks.",
+    "logs": "What a sweep's command said, a trial printed.",
     "runs": "One line a trial.",
     "best": "The best finite run and its parameters.",
     "compare": "Per cell: mean, spread, diverged share, cost.",
@@ -26,9 +30,12 @@ COMMANDS = {
     "workloads": "What can be swept: fields, defaults, metrics.",
     "schema": "A JSON Schema of sweep files, for editors.",
     "rm": "Archive a sweep, or delete it with --purge.",
-    "up": "Start the database; print how to reach it.",
-    "down": "Stop the embedded database; data stays.",
+    "up": "Start database, UI, dashboards in the background.",
+    "down": "Stop what runs in the background; data stays.",
     "doctor": "Find what is wrong here.",
+    "gc": "Remove what nobody needs any more.",
+    "backup": "Write everything into one file.",
+    "restore": "Fill an empty workspace from a backup.",
 }
 
 
@@ -75,9 +82,12 @@ def cli(ctx: click.Context, home: Path | None) -> None:
 def main() -> None:
     """The console script: maps errors of the user's making to one block of text and the documented exit codes."""
     from orchestrator.errors import OrchError
+    from orchestrator.signals import interruptible
 
+    sys.excepthook = _show_masked
     try:
-        code = cli.main(prog_name="orch", standalone_mode=False)
+        with interruptible():
+            code = cli.main(prog_name="orch", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         code = 2
@@ -101,6 +111,16 @@ def main() -> None:
 
         if not is_away(error):
             raise
-        click.echo(f"the database does not answer any more ({why_away(error)}); try again", err=True)
+        click.echo(f"the database cannot go on ({why_away(error)}); mend that and try again", err=True)
         code = 2
+    exec("")  # after an interrupt inside an exec of text (a dataclass was made) Python would end by SIGINT: reset
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_masked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints a traceback as Python does, without what looks like a password."""
+    import traceback
+
+    from orchestrator.masking import mask
+
+    sys.stderr.write(mask("".join(traceback.format_exception(kind, error, trace))))

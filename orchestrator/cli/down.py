@@ -1,4 +1,4 @@
-"""`orch down`: stop the embedded database."""
+"""`orch down`: stop what runs in the background."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 @click.pass_context
 def command(ctx: click.Context) -> None:
     """Stop what `up` and other commands started here. Data stays."""
-    from orchestrator.workspace import stop_services
+    from orchestrator.services import down
 
-    for line in stop_services(ctx.obj):
+    for line in down(ctx.obj):
         click.echo(line)

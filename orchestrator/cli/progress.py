@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table as RichTable
 
+from orchestrator.cli.sweep_end import print_end, summary
+from orchestrator.detaching import HELD
+from orchestrator.ending import SweepEnding
+from orchestrator.errors import OrchError
+from orchestrator.execution.chronicle import END, Chronicle
 from orchestrator.execution.job import Job
 from orchestrator.execution.sweep_run import Observer, SweepRun
-from orchestrator.reports.table import short
-from orchestrator.trial import Finding, Outcome, Severity, TrialState, jsonable
+from orchestrator.reports.table import Format, short
+from orchestrator.signals import silence
+from orchestrator.trial import Failure, Finding, Outcome, Severity, TrialState, jsonable
 
 RATE_WINDOW = 20  # endings that the rate and the time left are computed from
+CLOSE_TIMEOUT_S = 5.0
 MAX_LINES_PER_CHECK = 3  # a bug of the workload is found in every trial; the rest is `orch health`'s
 
 
 class Tally:
-    """The numbers all three displays share."""
+    """The numbers all displays share."""
 
     def __init__(self) -> None:
+        self._out = sys.stdout  # while a trial trains in this process, sys.stdout is the trial's
         self.run: SweepRun | None = None
         self.total = 0
         self.best: tuple[float, int] | None = None
@@ -72,6 +82,17 @@ class Tally:
     def said(self, text: str) -> None:
         """A remark; the displays that print override this."""
 
+    def print_line(self, text: str) -> None:
+        """When nobody can read it any more (a terminal that closed, a `tee` that Ctrl-C ended), the sweep stops."""
+        try:
+            print(text, file=self._out, flush=True)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            silence([1, 2] if os.path.sameopenfile(1, 2) else [1])
+            if self.run is not None:
+                self.run.interrupt()
+
     def counts(self) -> dict[TrialState, int]:
         return dict(self.run.counts()) if self.run else {}
 
@@ -103,7 +124,68 @@ class Lines(Tally):
             self.said(outcome.error.rstrip())
 
     def said(self, text: str) -> None:
-        print(text, flush=True)
+        self.print_line(text)
+
+
+class Kept(Lines):
+    """The same lines, and when trials start, for whoever follows the sweep from elsewhere."""
+
+    def __init__(self, ready_fd: int | None = None) -> None:
+        """`ready_fd`: a pipe to `--detach`, which hears what is said until the sweep is held."""
+        super().__init__()
+        self._chronicle = Chronicle()
+        self._ready_fd = ready_fd
+
+    def opened(self, run: SweepRun, total: int, workers: int) -> None:
+        super().opened(run, total, workers)
+        self._chronicle.open(run.ledger.engine, run.sweep.id, run.ledger.sweep(run.sweep.id).fence)
+        self._tell(HELD)
+        if self._ready_fd is not None:
+            os.close(self._ready_fd)
+            self._ready_fd = None
+
+    def started(self, job: Job) -> None:
+        self.said(f"trial {job.number} starts" + (f" (attempt {job.attempt})" if job.attempt > 1 else ""))
+
+    def print_line(self, text: str) -> None:
+        self._chronicle.say(text)
+        self._tell(f"{text}\n".encode())
+
+    def _tell(self, words: bytes) -> None:
+        """Tells `--detach`, if it still listens."""
+        if self._ready_fd is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._ready_fd, words)
+
+    def close(self) -> None:
+        self._chronicle.close(CLOSE_TIMEOUT_S)
+
+
+class Told(Observer):
+    """Tells one display after another."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def opened(self, run: SweepRun, total: int, workers: int) -> None:
+        for observer in self._observers:
+            observer.opened(run, total, workers)
+
+    def said(self, text: str) -> None:
+        for observer in self._observers:
+            observer.said(text)
+
+    def started(self, job: Job) -> None:
+        for observer in self._observers:
+            observer.started(job)
+
+    def ended(self, job: Job, outcome: Outcome, will_retry: bool) -> None:
+        for observer in self._observers:
+            observer.ended(job, outcome, will_retry)
+
+    def found(self, number: int, finding: Finding) -> None:
+        for observer in self._observers:
+            observer.found(number, finding)
 
 
 class Json(Tally):
@@ -137,7 +219,7 @@ class Json(Tally):
         self._print(event="note", text=text)
 
     def _print(self, **fields: Any) -> None:
-        print(json.dumps(jsonable(fields)), flush=True)
+        self.print_line(json.dumps(jsonable(fields)))
 
 
 class LiveTable(Tally):
@@ -199,7 +281,8 @@ def ending_line(tally: Tally, job: Job, outcome: Outcome, will_retry: bool) -> s
     if outcome.reason:
         parts.append(outcome.reason)
     if will_retry:
-        parts.append(f"(attempt {job.attempt} of {tally.run.spec.retries.count + 1}; trying again)")
+        is_first_of_memory = outcome.failure is Failure.OUT_OF_MEMORY and not job.alone
+        parts.append(f"(attempt {job.attempt}; trying again{' alone, after the others' * is_first_of_memory})")
     return "  ".join(part for part in parts if part)
 
 
@@ -223,13 +306,32 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
+def drive(command: Callable[[Observer], SweepEnding], fmt: Format, ready_fd: int | None = None) -> int:
+    """Runs a command that drives a sweep, in sight of the person and of whoever follows; returns its exit code."""
+    kept = Kept(ready_fd)
+    try:
+        with display(fmt) as shown:
+            ending = command(Told(shown, kept))
+        for line in (summary(ending), *ending.remarks):
+            kept.said(line)
+        kept.said(f"{END} with exit code {ending.exit_code}")
+        print_end(ending, fmt)
+    except OrchError as error:
+        kept.said(f"{END}: {error}")
+        raise
+    finally:
+        kept.close()
+    return ending.exit_code
+
+
 @contextlib.contextmanager
-def progress(as_json: bool) -> Iterator[Observer]:
-    """The display that fits: JSON when asked, live in a terminal, lines elsewhere."""
-    if as_json:
+def display(fmt: Format) -> Iterator[Observer]:
+    """The one that fits: JSON when asked, live in a terminal, lines elsewhere."""
+    if fmt == "json":
         yield Json()
     elif not sys.stdout.isatty():
         yield Lines()
     else:
-        with Live("starting ...", console=Console(), refresh_per_second=4, transient=False) as live:
+        console = Console(file=sys.stdout)  # while a trial trains in this process, sys.stdout is the trial's
+        with Live("starting ...", console=console, refresh_per_second=4, transient=False) as live:
             yield LiveTable(live)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # `orch plan` needs none of it
 @click.option("--inline", is_flag=True, help="Train in this process, one trial after another; no Ray.")
 @click.option("--simulate", is_flag=True, help="Train nothing: run search and scheduler over made-up curves.")
 @click.option("--curves", metavar="SWEEP|FILE", help="With --simulate: recorded ones (CSV: trial,step,value).")
+@click.option("--detach", is_flag=True, help="Return once it runs; `orch logs NAME -f` follows it.")
+@click.option("--ready-fd", type=int, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line: state changes, then the comparison.")
 @click.pass_context
 def command(
@@ -39,6 +41,8 @@ def command(
     inline: bool,
     simulate: bool,
     curves: str | None,
+    detach: bool,
+    ready_fd: int | None,
     as_json: bool,
 ) -> int:
     """Run the sweep file SPEC."""
@@ -49,6 +53,8 @@ def command(
         return 0
     if curves is not None and not simulate:
         raise click.UsageError("--curves goes with --simulate")
+    if detach and simulate:
+        raise click.UsageError("--detach  a simulation takes a moment and drives no sweep; leave it out")
     from orchestrator.planning import SweepRequest
 
     request = SweepRequest(
@@ -64,14 +70,16 @@ def command(
     if simulate:
         show_simulation(request, curves, fmt)
         return 0
-    from orchestrator.cli.progress import progress
-    from orchestrator.cli.sweep_end import print_end
+    if detach:
+        from orchestrator.cli.detached import leave_running
+        from orchestrator.planning import read_spec
+
+        asked = read_spec(spec, request.all_overrides, name)
+        return leave_running(request, asked.name, asked.workload, fmt)
+    from orchestrator.cli.progress import drive
     from orchestrator.launch import run_sweep
 
-    with progress(as_json) as observer:
-        ending = run_sweep(request, observer)
-    print_end(ending, fmt)
-    return ending.exit_code
+    return drive(lambda observer: run_sweep(request, observer), fmt, ready_fd)
 
 
 def show_simulation(request: SweepRequest, curves: str | None, fmt: Format) -> None:

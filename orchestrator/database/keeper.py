@@ -196,6 +196,12 @@ def stop_server(server: EmbeddedServer, timeout_s: float = STOP_TIMEOUT_S) -> bo
     return wait_for(lambda: not stands_in(server.pid, server.data_folder), timeout_s)
 
 
+def remove_socket_folder(socket_folder: Path) -> None:
+    """Removes the folder of a stopped server's socket. Hold the start lock: whoever starts a server makes it anew."""
+    with suppress(OSError):  # a server that does not stop still has its socket there
+        socket_folder.rmdir()
+
+
 def wait_for(condition: Callable[[], bool], timeout_s: float, poll_s: float = 0.01) -> bool:
     """Asks until the answer is yes; False when `timeout_s` went by."""
     deadline = time.monotonic() + timeout_s
@@ -225,7 +231,7 @@ class Keeper:
             lock = self._lock_of_the_dead()
             if lock is None:
                 return "another machine or container runs a server on this folder"
-            (self.data / "postmaster.pid").unlink(missing_ok=True)  # its owner is dead: the lock says so
+            _remove_marks_of_the_dead(self.data)
             self.process = _spawn(command, uid, lock)
             os.close(lock)  # from here on the lock lives and dies with PostgreSQL's processes
         wait_for(lambda: is_ready(self.data) or self._has_died(), START_TIMEOUT_S)
@@ -275,6 +281,7 @@ class Keeper:
             if self._idle_too_long() and not self._is_in_use(server):
                 say(f"no client for {self.idle_stop_s:.0f} s: stopping")
                 self.stop()
+                remove_socket_folder(server.socket_folder)
         finally:
             os.close(lock)
 
@@ -304,6 +311,18 @@ class Keeper:
             _end_orphans(self.data)
             lock = wait_for_lock(self.locks.server, ORPHAN_WAIT_S)
         return lock
+
+
+def _remove_marks_of_the_dead(data: Path) -> None:
+    """The pid file, and beside the socket the file that names the same pid. Hold the server lock: their owner is dead.
+
+    PostgreSQL would take a killed server that nobody has reaped yet for a living one; some containers reap nobody.
+    """
+    pid_file = data / "postmaster.pid"
+    lines = pid_file.read_text().splitlines() if pid_file.exists() else []
+    if len(lines) > 4 and lines[4]:
+        (Path(lines[4]) / f".s.PGSQL.{PORT}.lock").unlink(missing_ok=True)
+    pid_file.unlink(missing_ok=True)
 
 
 def login(server: EmbeddedServer, secret: Path, database: str, application_name: str) -> dict[str, Any]:

@@ -22,14 +22,23 @@ from orchestrator.database.connection import Database
 from orchestrator.errors import DatabaseUnavailable, QueryError
 
 STATEMENT_TIMEOUT_S = 60
+LOCK_TIMEOUT_S = 10  # we rebuild views within milliseconds
 IDLE_TIMEOUT_S = 300
-SESSION = {
+SESSION = {  # how a session begins; whoever logs in may change these
     "search_path": "orch",
     "default_transaction_read_only": "on",
     "statement_timeout": f"{STATEMENT_TIMEOUT_S}s",
+    "lock_timeout": f"{LOCK_TIMEOUT_S}s",
     "idle_in_transaction_session_timeout": f"{IDLE_TIMEOUT_S}s",
     "jit": "off",  # compiling takes longer than our queries
 }
+MAX_CONNECTIONS = 20  # of the role, so that it cannot use up the server's
+# What only a superuser may give or take, for this database. The role cannot undo it.
+BY_SUPERUSER = (
+    "alter role {} set temp_file_limit = '1GB'",  # of generate_series and large sorts, per session
+    # Large objects may be made by everybody, with no right to any schema.
+    "revoke execute on function lo_creat(integer), lo_create(oid), lo_from_bytea(oid, bytea) from public",
+)
 SCRAM_ROUNDS = 4096  # as PostgreSQL's own verifier, beside which ours adds no weakness
 UNDEFINED_COLUMN, UNDEFINED_TABLE = "42703", "42P01"
 WRITES = ("25006", "55000")  # in a read-only transaction; into a view that cannot be written
@@ -163,11 +172,15 @@ def _make_role(connection: Connection, login: Login) -> None:
     role = sql.Identifier(login.role)
     exists = connection.execute("select 1 from pg_roles where rolname = %s", (login.role,)).fetchone()
     # `alter` leaves attributes alone that only a superuser may name; nobody but us gives this role any.
-    verb = "alter role {} with login password {}" if exists else "create role {} login noinherit password {}"
-    connection.execute(sql.SQL(verb).format(role, sql.Literal(_scram(connection, login))))
+    verb = "alter role {} with login" if exists else "create role {} login noinherit"
+    statement = sql.SQL(verb + " connection limit {} password {}")
+    connection.execute(statement.format(role, MAX_CONNECTIONS, sql.Literal(_scram(connection, login))))
     for name, value in SESSION.items():
         setting = sql.SQL("alter role {} set {} = {}").format(role, sql.Identifier(name), sql.Literal(value))
         connection.execute(setting)
+    if connection.info.parameter_status("is_superuser") == "on":
+        for statement in map(sql.SQL, BY_SUPERUSER):
+            connection.execute(statement.format(role))
 
 
 def _scram(connection: Connection, login: Login) -> str:
@@ -204,7 +217,7 @@ def _remember(connection: Connection, login: Login) -> None:
 
 def _verifier(login: Login) -> str:
     """Changes with the password and with what the role is given; tells neither."""
-    text = repr((login.password, sorted(SESSION.items())))
+    text = repr((login.password, sorted(SESSION.items()), MAX_CONNECTIONS, BY_SUPERUSER))
     return hashlib.pbkdf2_hmac("sha256", text.encode(), login.role.encode(), SCRAM_ROUNDS).hex()
 
 

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -16,6 +17,7 @@ from psycopg import errors
 from sqlalchemy.exc import DBAPIError
 
 from orchestrator.database.connection import Database, explain
+from orchestrator.database.embedded import binaries
 from orchestrator.errors import DatabaseUnavailable
 
 SCHEMA_LOCK = 0x6F726368  # "orch" in ASCII; an advisory lock of one database
@@ -50,12 +52,14 @@ def prepare(
     steps: Sequence[Step],
     expected_revision: Callable[[], str],
     allow_nonempty: bool = False,
+    password_file: Path | None = None,
 ) -> bool:
     """Runs `steps` unless `fingerprint` says that they have been run. True if they were.
 
     `fingerprint` names everything the steps create. `expected_revision` gives the revision of MLflow's tables that the
     installed MLflow needs; it is asked only if there is something to do, because it imports MLflow. `allow_nonempty`
-    lets MLflow's tables be added to a database that holds somebody's. Raises DatabaseUnavailable.
+    lets MLflow's tables be added to a database that holds somebody's. `password_file` is named in commands for a
+    person to type. Raises DatabaseUnavailable.
     """
     try:
         with database.connect("orch-schema", autocommit=True) as connection:
@@ -65,7 +69,7 @@ def prepare(
                 found = look(connection)
                 if found.is_current(fingerprint):  # another first start has done it meanwhile
                     return False
-                _refuse_unsuitable(database, found, expected_revision(), allow_nonempty)
+                _refuse_unsuitable(database, found, expected_revision(), allow_nonempty, password_file)
                 _run_steps(connection, database, fingerprint, steps, expected_revision())
                 return True
     except (psycopg.Error, DBAPIError) as error:
@@ -112,6 +116,16 @@ def look(connection: Connection) -> Found:
     return Found(quick.notes, quick.revision, foreign, len(by_schema.get("public", ())))
 
 
+def indexes(connection: Connection) -> set[str]:
+    """The names of the valid indexes of MLflow's and the ledger's tables."""
+    query = """
+        select index.relname
+        from pg_index join pg_class as index on index.oid = pg_index.indexrelid
+        where pg_index.indisvalid and index.relnamespace in (to_regnamespace('public'), to_regnamespace('orch_ledger'))
+    """
+    return {str(name) for (name,) in connection.execute(query)}
+
+
 def _run_steps(
     connection: Connection, database: Database, fingerprint: str, steps: Sequence[Step], expected: str
 ) -> None:
@@ -139,31 +153,37 @@ def _note(connection: Connection, notes: dict[str, str]) -> None:
         connection.execute(upsert, [key, value])
 
 
-def _refuse_unsuitable(database: Database, found: Found, expected: str, allow_nonempty: bool) -> None:
+def _refuse_unsuitable(
+    database: Database, found: Found, expected: str, allow_nonempty: bool, password_file: Path | None
+) -> None:
     if found.foreign_schemas:
         raise DatabaseUnavailable(
             f"{database}: MLflow's tables lie in the schema {', '.join(found.foreign_schemas)}, orch needs them in "
-            f"public; use another database: {_createdb(database)}"
+            f"public; use another database: {createdb(database)}"
         )
     if found.revision is None and found.num_public_tables and CREATING not in found.notes and not allow_nonempty:
         raise DatabaseUnavailable(
             f"{database}: {found.num_public_tables} tables lie in its schema public and none is MLflow's; to add ours "
-            f"to them run: orch doctor --init; or use another database: {_createdb(database)}"
+            f"to them run: orch doctor --init; or use another database: {createdb(database)}"
         )
     if found.revision not in (None, expected):
-        raise DatabaseUnavailable(_revision_message(database, str(found.revision), expected))
+        raise DatabaseUnavailable(_revision_message(database, str(found.revision), expected, password_file))
 
 
-def _revision_message(database: Database, found: str, expected: str) -> str:
-    command = shlex.join(["mlflow", "db", "upgrade", database.masked_mlflow_uri])
+def _revision_message(database: Database, found: str, expected: str, password_file: Path | None) -> str:
+    pg_dump = str(binaries() / "pg_dump")  # new enough for every server of its time; that on PATH may be older
+    dump = [pg_dump, "--format=custom", "--file=before-upgrade.dump", database.passwordless_url]
     return (
-        f"{database}: MLflow's tables are at revision {found}, the installed MLflow expects {expected}; "
-        f"back up the database, then run (with the password for ***):\n  {command}\n"
+        f"{database}: MLflow's tables are at revision {found}, the installed MLflow expects {expected}; stop what uses "
+        "them, keep a copy, then upgrade:\n"
+        f"  {database.in_shell(dump, password_file)}\n"
+        f"  {database.mlflow_line('db', 'upgrade', password_file=password_file)}\n"
         "or, if a newer MLflow made those tables, install that version"
     )
 
 
-def _createdb(database: Database) -> str:
+def createdb(database: Database) -> str:
+    """The command that makes another database beside this one."""
     maintenance = f"--maintenance-db={database.beside('postgres').passwordless_url}"
     return shlex.join(["createdb", maintenance, f"{database.name}_orch"])
 

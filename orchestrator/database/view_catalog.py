@@ -21,7 +21,7 @@ from orchestrator.errors import NotFound
 
 SCHEMA = "orch"
 FOLDER = Path(__file__).parent / "views"
-CORE_VIEWS = ("findings", "decisions", "metrics", "final_metrics", "runs", "sweeps", "stability")
+CORE_VIEWS = ("findings", "decisions", "logs", "metrics", "final_metrics", "runs", "sweeps", "stability")
 """A view after those it reads."""
 SWEEP_TEMPLATE = "sweep"
 FIXED_COLUMNS = ("run_id", "trial", "state", "diverged", "verdict")

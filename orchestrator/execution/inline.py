@@ -8,6 +8,7 @@ from pathlib import Path
 
 from orchestrator.execution.job import Feed, Job
 from orchestrator.execution.judging import Judge, Unjudged, rebuilt
+from orchestrator.execution.printing import captured
 from orchestrator.execution.trial_run import run_trial
 from orchestrator.tracking.recorder import DecisionRow, FindingRow, Points, Recorder, Remainder, connect_by_url
 from orchestrator.trial import Decision, Finding
@@ -37,6 +38,7 @@ class RecorderSink:
 
     @property
     def stopping(self) -> bool:
+        self._feed.troubled(self._recorder.database_error)
         self._feed.tick()
         return self._feed.stopping
 
@@ -64,7 +66,9 @@ def run_inline(feed: Feed, database_url: str, journal_folder: Path) -> Remainder
     try:
         judge = _judge(feed, recorder, database_url)
         while not feed.stopping and (job := feed.next_job()) is not None:
-            feed.ended(job, run_trial(job, sink, judge))
+            with captured(job, recorder.notes, sink.sync, is_shown=True):
+                outcome = run_trial(job, sink, judge)
+            feed.ended(job, outcome)
     except BaseException:
         close_timeout_s = CLOSE_AFTER_ERROR_TIMEOUT_S
         raise

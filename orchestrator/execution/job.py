@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,6 +40,11 @@ class Job:
     changes: Mapping[str, Any] = field(default_factory=dict)  # what copies of other trials have changed of `params`
     copy_from: int | None = None  # the trial whose state of the step before `first_step` takes the place of ours
     max_steps: int | None = None  # where the scheduler ends a trial, whatever it reports there
+    mode: str = "min"  # the better `metric`: min or max
+    keep_checkpoints: bool = False  # the last and the best one, also when the trial has its result
+    git_commit: str = ""  # of the workload's code
+    alone: bool = False  # it ran out of memory beside others: trains while no other does, in a process of its own
+    gpu_share: float = 0.0  # of one GPU, or a number of whole ones
     population: str = ""  # the folder in which members of a population find each other's states; empty: there is none
 
     def to_json(self) -> str:
@@ -101,6 +106,16 @@ class Feed(Protocol):
         """True when `next_job` will never give another one, whatever the running trials return."""
 
     def ended(self, job: Job, outcome: Outcome) -> None: ...
+
+    def placeable(self, hosts: Mapping[str, str]) -> None:
+        """Which machines can take a trial now: their addresses, by Ray's id."""
+
+    @property
+    def avoided(self) -> Collection[str]:
+        """Ids of the machines that take no more trials."""
+
+    def troubled(self, why: str) -> None:
+        """Said again and again: why points do not reach the database; empty when they do."""
 
     def tick(self) -> None:
         """Called several times a second while trials run."""

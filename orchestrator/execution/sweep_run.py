@@ -6,16 +6,16 @@ import datetime as dt
 import json
 import os
 import socket
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.database.borrow import borrowed
 from orchestrator.database.connection import is_away
 from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound, SpecError
-from orchestrator.execution.checkpoints import first_step_of, forget, owner_of
+from orchestrator.execution.checkpoints import first_step_of, forget, keep_two, owner_of
+from orchestrator.execution.failures import Again, Attempted, Machines, Streak, explained, verdict_on
 from orchestrator.execution.field_reads import UNREAD_FIELD, field_of
 from orchestrator.execution.job import Job
 from orchestrator.execution.judging import Case, Judge, Start, Unjudged, copy_in_words
@@ -24,8 +24,11 @@ from orchestrator.execution.news import News
 from orchestrator.execution.patience import Patience
 from orchestrator.execution.population import disband, population_folder
 from orchestrator.execution.time_budget import TimeBudget
+from orchestrator.ledger.lease import Lease, Unheld
+from orchestrator.ledger.models import Wish
 from orchestrator.ledger.rows import SweepRow, TrialRow
 from orchestrator.ledger.store import Ledger
+from orchestrator.masking import hide
 from orchestrator.search import plan_count
 from orchestrator.search.searcher import Searcher
 from orchestrator.spec.cross_fields import resolved
@@ -42,8 +45,6 @@ from orchestrator.workload import Description, flatten
 if TYPE_CHECKING:  # MLflow takes a second to import: a finished sweep is shown without it
     from orchestrator.tracking.runs import Runs
 
-RETRYABLE = (Failure.WORKER_DEATH, Failure.OUT_OF_MEMORY, Failure.TIMEOUT)
-HOLD_CHECK_S = 5.0
 BUDGET_REACHED = "budget reached"
 MAX_TRIED_VALUES = 8  # of an axis, to see whether it acts through other fields
 
@@ -88,7 +89,7 @@ class SweepRun:
         placement: Placement,
         run_tags: Mapping[str, str],
         refresh_views: Callable[[bool], None],
-        keep_hold: Callable[[], None],
+        lease: Lease | Unheld,
         mirroring: Mirroring | None = None,
     ) -> None:
         self.sweep, self.spec, self.workload, self.searcher = sweep, spec, workload, searcher
@@ -98,17 +99,21 @@ class SweepRun:
         self.abort_reason = ""
         self.without_record: dict[int, str] = {}  # trial number -> why MLflow does not show how it ended
         self.interrupted = False
+        self.cancelled = False  # by `orch cancel`, from wherever
         self.lost_to: AlreadyExists | None = None  # another command drives this sweep now
         self.time = TimeBudget(spec.budget.time_s, ledger, sweep.id)
         self._judge: Judge = Unjudged()
         self._num_failures: Counter[int] = Counter()  # by trial number, since this command began
-        self._keep_hold, self._held_at = keep_hold, time.monotonic()
-        self.patiently = Patience(observer.said, lambda: self.interrupted, keep_hold)
+        self._streak, self._machines = Streak(), Machines()
+        self._alone = {row.number for row in self.trials.values() if row.alone}
+        self._lease = lease
+        self.patiently = Patience(observer.said, lambda: self.interrupted, lease.renew)
         self._spec_text = json.dumps(to_json(spec), indent=2, ensure_ascii=False)
         self._axes = values_by_axis(spec)
         self._news = News(ledger, sweep.id)
         self._searched_out = False
         self._said_stopping = False
+        self._trouble = ""  # of the recorders with the database
 
     def interrupt(self) -> None:
         """What the first signal does: running trials save their state and end, nothing new starts."""
@@ -132,7 +137,7 @@ class SweepRun:
     def next_job(self) -> Job | None:
         if self.lost_to is not None:
             raise self.lost_to
-        while (trial := self._claim()) is not None:
+        while not self.stopping and (trial := self._claim()) is not None:
             try:
                 return self._opened(trial)
             except (DatabaseLost, AlreadyExists):  # these end the command
@@ -146,17 +151,35 @@ class SweepRun:
         return self._searched_out and not any(row.state in unfinished for row in self.trials.values())
 
     def ended(self, job: Job, outcome: Outcome) -> None:
+        outcome = self._discreet(outcome)
+        if outcome.state is TrialState.KILLED and self.cancelled:
+            outcome = replace(outcome, reason="cancelled")
         if outcome.state is TrialState.KILLED and self.time.is_up and not self.interrupted:
             outcome = replace(outcome, state=TrialState.WAITING, reason=BUDGET_REACHED)
         if outcome.state is TrialState.WAITING:
             self._put_back(job, outcome)
-        elif self._deserves_retry(job, outcome):
-            self._put_back(job, outcome)
-            self.observer.ended(job, outcome, will_retry=True)
-        else:
-            self._close(job, outcome)
-            self.abort_reason = self.abort_reason or self._hopeless(job, outcome)
+        elif not self._tried_again(job, outcome):
+            self._close(job, explained(outcome, job))
+            self._look_ahead(job, outcome)
         self.time.ended()
+
+    def placeable(self, hosts: Mapping[str, str]) -> None:
+        self._machines.hosts = hosts
+
+    @property
+    def avoided(self) -> Collection[str]:
+        return self._machines.avoided
+
+    def _look_ahead(self, job: Job, outcome: Outcome) -> None:
+        """Stops the sweep where what has just ended shows that others will do no better."""
+        self._streak = self._streak.after(job.number, outcome)
+        if not self.stopping:
+            self.abort_reason = self._hopeless(job, outcome)
+
+    def _discreet(self, outcome: Outcome) -> Outcome:
+        """Without the database's password, which a workload may have read somewhere and put into its error's text."""
+        secrets = [str(self.ledger.engine.url.password or "")]
+        return replace(outcome, reason=hide(outcome.reason, secrets), error=hide(outcome.error, secrets))
 
     def _hopeless(self, job: Job, outcome: Outcome) -> str:
         """Why no other trial will do better than this one; empty where one may."""
@@ -164,14 +187,29 @@ class SweepRun:
             return f"trial {job.number} ended, but it {outcome.reason}; set metric.name to one of these"
         if outcome.failure is Failure.NO_CHECKPOINT:
             return f"no trial of {job.workload} can go on without a saved state: see trial {job.number} above"
+        is_common = self.spec.same_error is not None and len(self._streak.trials) >= self.spec.same_error
+        if is_common and self._is_more_to_come():
+            return self._streak.explanation(self.sweep.name, self.counts()[TrialState.WAITING])
         return ""
 
+    def _is_more_to_come(self) -> bool:
+        return not all(row.state.is_over for row in self.trials.values()) or len(self.trials) < plan_count(self.spec)
+
+    def troubled(self, why: str) -> None:
+        self._trouble = why
+
     def tick(self) -> None:
+        if (
+            self._lease.wanted is Wish.CANCEL and not self.cancelled
+        ):  # what is not to wait is done by the lease's thread
+            self.cancelled = self.interrupted = self._said_stopping = True
+            self.observer.said("cancelled by `orch cancel`: running trials save their state and end")
         if self.interrupted and not self._said_stopping:
             self._said_stopping = True
             self.observer.said("stopping: running trials save their state and end; once more stops at once")
+        self.patiently.note(self._lease.trouble or self._trouble)
         try:
-            self._check_hold()
+            self._lease.check()
             self.time.look()
             self.refresh_views(False)
             if self.mirroring is not None:
@@ -219,12 +257,6 @@ class SweepRun:
         """Whether the axis exists for a trial of these parameters."""
         return lambda params: is_active(self.spec, axis, params)
 
-    def _check_hold(self) -> None:
-        """A restarted database has forgotten that the sweep is ours; somebody else may have taken it since."""
-        if time.monotonic() - self._held_at > HOLD_CHECK_S:
-            self._held_at = time.monotonic()
-            self._keep_hold()
-
     # What the command reads
 
     def counts(self) -> Counter[TrialState]:
@@ -255,18 +287,29 @@ class SweepRun:
     # Parts
 
     def _claim(self) -> TrialRow | None:
+        if any(self.trials[number].state is TrialState.RUNNING for number in self._alone):
+            return None  # nobody trains beside it
         trial = self._claimed()
         while trial is None and not self._searched_out and self.expand():
             trial = self._claimed()
         return trial
 
     def _claimed(self) -> TrialRow | None:
+        if self._alone and self._must_wait():
+            return None
+
         def claim_again() -> TrialRow | None:
             """A claim whose answer was lost has a trial running that nobody trains."""
             lost = [row for row in self.ledger.trials(self.sweep.id) if self._waits_for_us(row)]
             return min(lost, key=lambda row: row.number) if lost else self.ledger.claim(self.sweep.id)
 
         return self.patiently(lambda: self.ledger.claim(self.sweep.id), claim_again)
+
+    def _must_wait(self) -> bool:
+        """True while others run, if only trials are left that train alone."""
+        rows = self.trials.values()
+        is_left = any(row.state is TrialState.WAITING and not row.alone for row in rows)
+        return not is_left and any(row.state is TrialState.RUNNING for row in rows)
 
     def _waits_for_us(self, row: TrialRow) -> bool:
         ours = self.trials.get(row.number)
@@ -281,7 +324,7 @@ class SweepRun:
         `again` looks first for the run that a failed try may have made.
         """
         run_id = trial.run_id or self._new_run(trial, again)
-        first_step = self._first_step(trial, run_id) if trial.run_id else 0
+        first_step = self.first_step_of(trial)
         start = self._judge.begin(trial.number, trial.params, first_step)
         not_before = None
         if trial.run_id:
@@ -319,7 +362,11 @@ class SweepRun:
             params=trial.config,
             tags=self._tags(trial),
         )
-        self.ledger.set_run(trial.id, run_id)
+        try:
+            self.ledger.set_run(trial.id, run_id)
+        except AlreadyExists:  # whoever has the sweep now makes runs of their own
+            self.runs.discard(run_id)
+            raise
         return run_id
 
     def _begun(self, job: Job) -> None:
@@ -336,10 +383,12 @@ class SweepRun:
         is_copy = start.source is not None
         return {f"orch.exploit.step-{start.decision.step}": copy_in_words(start.decision)} if is_copy else {}
 
-    def _first_step(self, trial: TrialRow, run_id: str) -> int:
-        """Where the next attempt at a trial goes on."""
+    def first_step_of(self, trial: TrialRow) -> int:
+        """Where the next attempt at a trial goes on; 0 is the start."""
+        if not trial.run_id:
+            return 0
         owner = owner_of(self.workload.address, self.workload.resolve(trial.params))
-        return first_step_of(self.runs.artifact_uri(self._experiment_id(), run_id), owner)
+        return first_step_of(self.runs.artifact_uri(self._experiment_id(), trial.run_id), owner)
 
     def _close_unopened(self, trial: TrialRow, error: Exception) -> None:
         """Fails a claimed trial, however far its opening came."""
@@ -354,12 +403,17 @@ class SweepRun:
             return row
 
         row = self.patiently(reached)
-        self._close(self._job(row, row.attempts, artifact_uri="", started_at_ms=0), outcome)
+        job = self._job(row, row.attempts, artifact_uri="", started_at_ms=0)
+        self._close(job, outcome)
+        self._look_ahead(job, outcome)
 
-    def _put_back(self, job: Job, outcome: Outcome) -> None:
+    def _put_back(self, job: Job, outcome: Outcome, alone: bool = False) -> None:
         """Lets the trial wait for another attempt; meanwhile MLflow does not show its run as running."""
-        self.patiently(lambda: self.ledger.requeue(job.trial_id, job.attempt, outcome))
+        self.patiently(lambda: self.ledger.requeue(job.trial_id, job.attempt, outcome, alone=alone))
         self._remember(job.number, TrialState.WAITING, outcome)
+        if alone:
+            self._alone.add(job.number)
+            self.trials[job.number] = replace(self.trials[job.number], alone=True)
         self._end_run(job, replace(outcome, state=TrialState.WAITING, error=""))
 
     def _close(self, job: Job, outcome: Outcome) -> None:
@@ -372,7 +426,7 @@ class SweepRun:
         self._end_run(job, outcome)
         self._judge.over(job.number)
         if outcome.state.is_result:
-            forget(job.artifact_uri)
+            keep_two(job.artifact_uri, job.mode) if self.spec.keep_checkpoints else forget(job.artifact_uri)
         self.observer.ended(job, outcome, will_retry=False)
 
     def _end_run(self, job: Job, outcome: Outcome) -> None:
@@ -381,7 +435,7 @@ class SweepRun:
             if not job.run_id:
                 raise NotFound(outcome.reason)
             self.patiently(lambda: self._terminate(job, outcome))
-        except DatabaseLost:
+        except (DatabaseLost, AlreadyExists):
             raise
         except Exception as error:  # MLflow's own errors have no common base that we could name without importing it
             self.without_record[job.number] = str(error).split("\n")[0][:300]
@@ -392,15 +446,32 @@ class SweepRun:
         if outcome.error:
             self.runs.log_text(job.run_id, outcome.error, "error.txt")
 
-    def _deserves_retry(self, job: Job, outcome: Outcome) -> bool:
-        if self.stopping or outcome.state is not TrialState.FAILED:
+    def _tried_again(self, job: Job, outcome: Outcome) -> bool:
+        """Puts a trial back whose failure may be none of its own."""
+        if self.stopping:
             return False
-        self._num_failures[job.number] += 1
-        if self._num_failures[job.number] > self.spec.retries.count:
-            return False
-        if outcome.failure is Failure.NO_OBJECTIVE:
-            return False
-        return self.spec.retries.any_error or outcome.failure in RETRYABLE
+        if blamed := self._machines.blamed(job, outcome):
+            self._run_elsewhere(blamed)
+        else:
+            again = verdict_on(outcome, job, self._num_failures[job.number], self.spec.retries)
+            if again is Again.NO:
+                return False
+            self._num_failures[job.number] += again is Again.RETRY
+            self._put_back(job, outcome, alone=again is Again.ALONE)
+        self.observer.ended(job, outcome, will_retry=True)
+        return True
+
+    def _run_elsewhere(self, blamed: Sequence[Attempted]) -> None:
+        """Puts back what failed through its machine, closed or not; none of it counts as a retry or as one error."""
+        for job, outcome in blamed:
+            row = self.trials[job.number]
+            if row.attempts == job.attempt and row.state in (TrialState.RUNNING, TrialState.FAILED):
+                self._put_back(job, outcome)
+            else:  # it is being tried again
+                self._num_failures[job.number] -= 1
+        self._streak = self._streak.without(job.number for job, _ in blamed)
+        if len(blamed) > 1:
+            self.observer.said(self._machines.remark(blamed))
 
     def _any_objective(self) -> bool:
         return any(None not in (row.objective, *row.more_objectives) for row in self.trials.values())
@@ -440,6 +511,9 @@ class SweepRun:
             stop_diverged=self.spec.stop_diverged,
             log_every=self.spec.log_every,
             checkpoint_every=self.spec.checkpoint_every,
+            keep_checkpoints=self.spec.keep_checkpoints,
+            mode=self.spec.metric.mode,
+            git_commit=self.run_tags.get("orch.git_commit", ""),
             started_at_ms=started_at_ms,
             artifact_uri=artifact_uri,
             first_step=first_step,
@@ -452,6 +526,8 @@ class SweepRun:
             changes=start.changes,
             copy_from=start.source,
             max_steps=self.spec.schedule.max_steps,
+            alone=trial.alone,
+            gpu_share=self.spec.resources.gpu,
             population=str(population or ""),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import socket
 import time
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from orchestrator.execution.checkpoints import CHECK_NAME, RunCheckpoint, owner_of
+from orchestrator.execution.code_digest import code_digest
+from orchestrator.execution.failures import kind_of
 from orchestrator.execution.field_reads import Unwatchable, acts_through_others, unread_finding, watch
 from orchestrator.execution.job import Job, Sink, TrialSink
 from orchestrator.execution.judging import Judge, Unjudged
@@ -63,18 +66,27 @@ class HeardSink:
 class TrialContext:
     """What a workload may ask of us: see `orchestrator.workload.Context`."""
 
-    def __init__(self, job: Job, sink: Sink, config: BaseModel, verdict: Verdict, owner: str = "") -> None:
+    def __init__(
+        self,
+        job: Job,
+        sink: Sink,
+        config: BaseModel,
+        verdict: Verdict,
+        owner: str = "",
+        code_digest: Callable[[], str] = lambda: "",
+    ) -> None:
         """`owner` of its states, where that is not said by the config: copies of other trials may have changed it."""
         self.trial = job.number
         self.attempt = job.attempt
         self.device = job.device
+        self.gpu_share = job.gpu_share
         self.thresholds = job.thresholds
         self.told_to_stop = False  # a workload that saw this and returned was interrupted, not finished
         self._job = job
         self._sink = sink
         self._verdict = verdict
         self._trial_seed = int(getattr(config, "seed", 0))
-        self.checkpoint = RunCheckpoint(job, owner or owner_of(job.workload, config), sink, verdict)
+        self.checkpoint = RunCheckpoint(job, owner or owner_of(job.workload, config), sink, verdict, code_digest)
 
     @property
     def stopping(self) -> bool:
@@ -146,15 +158,9 @@ def run_trial(job: Job, sink: TrialSink, judge: Judge | None = None) -> Outcome:
     except MetricError as error:
         outcome = verdict.failed(str(error), Failure.EXCEPTION)
     except (Exception, SystemExit) as error:  # the boundary between the user's code and ours: kept, shown, counted
-        outcome = verdict.failed(in_words(error), _kind(error), traceback.format_exc())
+        outcome = verdict.failed(in_words(error), kind_of(error), traceback.format_exc())
     sink.sync()
     return replace(outcome, seconds=time.monotonic() - started, host=socket.gethostname())
-
-
-def _kind(error: BaseException) -> Failure:
-    """Out of memory is told apart, torch's own by its name: the orchestrator does not import torch."""
-    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return Failure.OUT_OF_MEMORY if is_memory else Failure.EXCEPTION
 
 
 class TrialTimeout(Exception):
@@ -170,7 +176,9 @@ def _train(
 ) -> Ending:
     """Feeds every report to the sink, the judge and the verdict; returns why there are no more."""
     config = workload.resolve({**job.params, **job.changes})
-    context = TrialContext(job, sink, config, verdict, owner_of(job.workload, workload.resolve(job.params)))
+    owner = owner_of(job.workload, workload.resolve(job.params))
+    digest = functools.partial(code_digest, workload.package, type(implementation))
+    context = TrialContext(job, sink, config, verdict, owner, digest)
     if job.copy_from is not None and not _copied(job.copy_from, job, sink, context.checkpoint):
         return Ending.INTERRUPTED
     keys = Keys(job, sink, workload)

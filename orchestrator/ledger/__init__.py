@@ -12,9 +12,9 @@ from sqlalchemy import Connection, text
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.ledger.models import SCHEMA, SweepState
 from orchestrator.ledger.rows import AttemptRow, SweepRow, TrialRow
-from orchestrator.ledger.store import Hold, Ledger
+from orchestrator.ledger.store import Ledger
 
-__all__ = ["HEAD", "AttemptRow", "Hold", "Ledger", "SweepRow", "SweepState", "TrialRow", "revision", "upgrade"]
+__all__ = ["HEAD", "AttemptRow", "Ledger", "SweepRow", "SweepState", "TrialRow", "revision", "upgrade"]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 HEAD = "0004"  # the newest file in migrations/versions; kept here so that the usual start need not import Alembic

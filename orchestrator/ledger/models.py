@@ -214,7 +214,7 @@ class LogRow(Base):
     sweep_id: Mapped[int] = mapped_column(BigInteger, ForeignKey(SWEEP, ondelete="CASCADE"))
     trial_id: Mapped[int | None] = mapped_column(BigInteger, ForeignKey(TRIAL, ondelete="CASCADE"))
     attempt: Mapped[int | None] = mapped_column(Integer)
-    line_number: Mapped[int] = mapped_column(BigInteger)  # from 0, within the attempt and stream
+    line_number: Mapped[int] = mapped_column(BigInteger)  # from 0, within the attempt, over both its streams
     stream: Mapped[str] = mapped_column(Text)  # stdout, stderr, sweep
     line: Mapped[str] = mapped_column(Text)
     written_at: Mapped[datetime] = mapped_column(Moment)

@@ -12,6 +12,25 @@ TRIAL_COLUMNS = ", ".join(f"trials.{field.name}" for field in fields(TrialRow))
 
 ATTEMPT_COLUMNS = ", ".join(f"attempts.{field.name}" for field in fields(AttemptRow))
 
+# A driver's statement changes nothing once another command has taken the sweep. Nobody takes it while one is under way.
+OURS = """
+    ours as (
+        select sweep.id from orch_ledger.sweeps as sweep
+        where sweep.id = {sweep_id} and sweep.fence = coalesce(cast(:fence as bigint), sweep.fence)
+        for share
+    )"""
+OUR_SWEEP = OURS.format(sweep_id=":sweep_id")
+OUR_TRIAL = OURS.format(sweep_id="(select sweep_id from orch_ledger.trials where id = :trial_id)")
+
+LOCK_SWEEP = text(
+    """
+    select set_config('idle_in_transaction_session_timeout', :timeout_ms, true)
+    from orch_ledger.sweeps
+    where id = :sweep_id and fence = coalesce(cast(:fence as bigint), fence)
+    for update
+    """
+)
+
 ADD_TRIALS = text(
     f"""
     with given as (
@@ -43,9 +62,10 @@ ADD_TRIALS = text(
 
 CLAIM = text(
     f"""
-    with next as (
+    with {OUR_SWEEP},
+    next as (
         select id from orch_ledger.trials
-        where sweep_id = :sweep_id and state = 'waiting'
+        where sweep_id = :sweep_id and state = 'waiting' and exists (select from ours)
         order by alone, last_step nulls first, number
         limit 1
         for update skip locked
@@ -58,12 +78,22 @@ CLAIM = text(
     """
 )
 
+SET_RUN = text(
+    f"""
+    with {OUR_TRIAL}
+    update orch_ledger.trials set run_id = :run_id
+    where id = :trial_id and exists (select from ours)
+    returning id
+    """
+)
+
 # An attempt starts at least 1 ms after its predecessor, whatever the clocks say: points are told apart by time.
 BEGIN_ATTEMPT = text(
     f"""
-    with closed as (
+    with {OUR_TRIAL},
+    closed as (
         update orch_ledger.attempts set state = 'lost', ended_at = clock_timestamp()
-        where trial_id = :trial_id and ended_at is null
+        where trial_id = :trial_id and ended_at is null and exists (select from ours)
     ),
     trial as (
         update orch_ledger.trials
@@ -73,7 +103,7 @@ BEGIN_ATTEMPT = text(
             last_step = case when :first_step > 0 then last_step end,
             git_commit = coalesce(nullif(:git_commit, ''), git_commit),
             started_at = coalesce(started_at, clock_timestamp())
-        where id = :trial_id
+        where id = :trial_id and exists (select from ours)
         returning id, attempts
     )
     insert into orch_ledger.attempts as attempts (trial_id, number, started_at, first_step, host, pid)
@@ -99,18 +129,24 @@ REPORTED = """
             else :more_objectives
         end"""
 
-# An attempt that was marked killed may still be finished by its own worker; a lost one is another's by now.
-CLOSE_ATTEMPT = """
-    update orch_ledger.attempts
-    set state = :state, ended_at = clock_timestamp(), failure = :failure, error = :error,
-        seconds = :seconds, host = coalesce(nullif(:worker_host, ''), host)
-    where trial_id = :trial_id and number = :attempt and state in ('running', 'killed', :state)
-    returning trial_id
-"""
+# An attempt that was marked killed, or lost by a reaper, may still be finished by its own driver. One that is lost
+# while its trial is not has been replaced.
+CLOSE_ATTEMPT = f"""
+    with {OUR_TRIAL},
+    closed as (
+        update orch_ledger.attempts as attempt
+        set state = :state, ended_at = clock_timestamp(), failure = :failure, error = :error,
+            seconds = :seconds, host = coalesce(nullif(:worker_host, ''), attempt.host)
+        from orch_ledger.trials as trial
+        where attempt.trial_id = :trial_id and attempt.number = :attempt and trial.id = attempt.trial_id
+            and (attempt.state in ('running', 'killed', :state) or (attempt.state = 'lost' and trial.state = 'lost'))
+            and exists (select from ours)
+        returning attempt.trial_id
+    )"""
 
 FINISH = text(
     f"""
-    with closed as ({CLOSE_ATTEMPT})
+    {CLOSE_ATTEMPT}
     update orch_ledger.trials as trials
     set state = :state,{REPORTED},
         last_step = coalesce(cast(:last_step as bigint), trials.last_step),
@@ -125,9 +161,9 @@ FINISH = text(
 # A trial that waits on purpose has come so far; one whose attempt failed may have to begin anew and is claimed first.
 REQUEUE = text(
     f"""
-    with closed as ({CLOSE_ATTEMPT})
+    {CLOSE_ATTEMPT}
     update orch_ledger.trials as trials
-    set state = 'waiting', reason = :reason, ended_at = null,{REPORTED},
+    set state = 'waiting', reason = :reason, ended_at = null, alone = trials.alone or :alone,{REPORTED},
         last_step = case when :state = 'waiting' then coalesce(cast(:last_step as bigint), trials.last_step) end
     from closed
     where trials.id = closed.trial_id and trials.attempts = :attempt
@@ -137,11 +173,12 @@ REQUEUE = text(
 
 RELEASE = text(
     f"""
-    with released as (
+    with {OUR_SWEEP},
+    released as (
         update orch_ledger.trials as trials
         set state = 'waiting', objective = null, more_objectives = '{{}}', last_step = null, diverged_at = null,
             reason = '', error = '', ended_at = null
-        where sweep_id = :sweep_id and (state = any(:states) or number = any(:numbers))
+        where sweep_id = :sweep_id and (state = any(:states) or number = any(:numbers)) and exists (select from ours)
         returning {TRIAL_COLUMNS}
     ),
     closed as (
@@ -149,22 +186,6 @@ RELEASE = text(
         from released where attempts.trial_id = released.id and attempts.ended_at is null
     )
     select * from released order by number
-    """
-)
-
-MARK = text(
-    f"""
-    with marked as (
-        update orch_ledger.trials as trials
-        set state = :state, reason = :reason, ended_at = clock_timestamp()
-        where sweep_id = :sweep_id and state = any(:states)
-        returning {TRIAL_COLUMNS}
-    ),
-    closed as (
-        update orch_ledger.attempts set state = :state, ended_at = clock_timestamp()
-        from marked where attempts.trial_id = marked.id and attempts.ended_at is null
-    )
-    select * from marked order by number
     """
 )
 
@@ -249,18 +270,36 @@ SET_SWEEP_STATE = text(
     set state = :state,
         started_at = case when :state = 'running' then coalesce(started_at, clock_timestamp()) else started_at end,
         ended_at = case when :state in ('created', 'running') then null else clock_timestamp() end
-    where id = :sweep_id
+    where id = :sweep_id and fence = coalesce(cast(:fence as bigint), fence)
     returning id
     """
 )
 
-HOLDER = text(
+RESTATE = text(
     """
-    select activity.application_name, activity.backend_start
-    from pg_locks as lock
-    left join pg_stat_activity as activity on activity.pid = lock.pid
-    where lock.locktype = 'advisory' and lock.granted and lock.objsubid = 2
-        and lock.database = (select oid from pg_database where datname = current_database())
-        and lock.classid = cast(:class as integer)::oid and lock.objid = cast(:object as integer)::oid
+    with said as (
+        update orch_ledger.sweeps
+        set spec = cast(:spec as jsonb), source = :source, description = :description,
+            state = case when :reopened then 'interrupted' else state end
+        where id = :sweep_id and fence = coalesce(cast(:fence as bigint), fence)
+        returning id
+    ),
+    moved as (
+        update orch_ledger.trials as trial
+        set params = item.params, cell = item.cell, sample = item.sample, config_hash = item.config_hash
+        from jsonb_to_recordset(cast(:items as jsonb))
+            as item (id bigint, params jsonb, cell jsonb, sample integer, config_hash text)
+        where trial.id = item.id and trial.sweep_id = :sweep_id and exists (select from said)
+    )
+    select id from said
+    """
+)
+
+ASK_TO_CANCEL = text(
+    """
+    update orch_ledger.sweeps
+    set wanted = case when wanted = '' and not :now then 'cancel' else 'cancel_now' end
+    where id = :sweep_id and fence = :fence and holder <> ''
+    returning wanted
     """
 )

@@ -1,27 +1,26 @@
 """Reads and writes the ledger: every method is one short transaction, mostly one round trip. Decides nothing.
 
-An attempt's number is the fencing token: whoever finishes an attempt that another has replaced changes nothing.
+Two fencing tokens: a driver's writes carry the fence of its lease and change nothing once another command has taken the
+sweep; whoever finishes an attempt that another has replaced changes nothing either.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-import psycopg
 from sqlalchemy import Engine, RowMapping, select, text
 from sqlalchemy.dialects.postgresql import insert as upsert
 
 from orchestrator.errors import AlreadyExists, NotFound
-from orchestrator.ledger.models import FindingRow, Sweep, SweepState, Trial
+from orchestrator.ledger.lease import IDLE_TIMEOUT_MS, LOOK, Holder, Lease, Marker, holder_of, no_runs
+from orchestrator.ledger.models import FindingRow, Sweep, SweepState, Trial, Wish
 from orchestrator.ledger.rows import AttemptRow, FoundRow, SweepRow, TrialRow, restore_floats, sweep_row
 from orchestrator.ledger.statements import (
     ADD_TRIALS,
+    ASK_TO_CANCEL,
     ATTEMPT_COLUMNS,
     BEGIN_ATTEMPT,
     BUSY_SECONDS,
@@ -30,10 +29,11 @@ from orchestrator.ledger.statements import (
     DECISIONS,
     FINDINGS_AFTER,
     FINISH,
-    HOLDER,
-    MARK,
+    LOCK_SWEEP,
     RELEASE,
     REQUEUE,
+    RESTATE,
+    SET_RUN,
     SET_SWEEP_STATE,
 )
 from orchestrator.trial import (
@@ -49,59 +49,16 @@ from orchestrator.trial import (
 )
 
 UNFINISHED = (TrialState.KILLED, TrialState.RUNNING, TrialState.LOST)
-LOCK_CLASS = 0x6F726368  # "orch": the first half of a sweep's advisory lock; the second is its id
-APPLICATION_NAME_BYTES = 63  # PostgreSQL cuts longer ones
-
-
-class Hold:
-    """A sweep's driver's proof that it is the only one: a session-level advisory lock on a connection of its own.
-
-    Lost when its connection is.
-    """
-
-    def __init__(self, ledger: Ledger, sweep_id: int) -> None:
-        self._ledger, self._sweep_id = ledger, sweep_id
-        self._pool = ledger.engine.pool.recreate()  # same settings and events, no shared connections
-        self._link: Any = None
-
-    def still_held(self) -> bool:
-        """False after the database restarted or cut the connection: another command may drive the sweep by now."""
-        if self._link is None:
-            return False
-        try:
-            self._link.driver_connection.execute("select 1")
-        except (psycopg.OperationalError, psycopg.InterfaceError):
-            return False
-        return True
-
-    def renew(self) -> None:
-        """Takes the sweep again if the connection was lost. Raises AlreadyExists if somebody else was faster."""
-        if not self.still_held():
-            self.release()
-            self.take(again=True)
-
-    def take(self, again: bool = False) -> None:
-        self._link = self._pool.connect()
-        try:
-            connection = self._link.driver_connection
-            connection.autocommit = True
-            connection.execute("select set_config('application_name', %s, false)", (_driver_name(),))
-            self._ledger._take(connection, self._sweep_id, again)
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.invalidate()  # closes it, which frees the lock
 
 
 class Ledger:
-    """The ledger of one database. Safe to share between threads as far as the pool of its `engine` has connections."""
+    """The ledger of one database. Safe to share between threads as far as the pool of its `engine` has connections.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    With a `lease` it is a driver's: its writes raise AlreadyExists, and change nothing, when another has the sweep.
+    """
+
+    def __init__(self, engine: Engine, lease: Lease | None = None) -> None:
+        self.engine, self._lease = engine, lease
         self._single = engine.execution_options(isolation_level="AUTOCOMMIT")  # one statement, one round trip
         self._columns: dict[int, dict[str, str]] = {}
 
@@ -203,7 +160,9 @@ class Ledger:
         ]
         with self.engine.begin() as connection:
             # Two extensions of one sweep would give the same numbers; the second waits here.
-            connection.execute(select(Sweep.id).where(Sweep.id == sweep_id).with_for_update())
+            lock = {"sweep_id": sweep_id, "fence": self._fence, "timeout_ms": str(IDLE_TIMEOUT_MS)}
+            if connection.execute(LOCK_SWEEP, lock).first() is None:
+                raise self._gone()
             rows = connection.execute(ADD_TRIALS, {"sweep_id": sweep_id, "items": canonical_json(values)})
             made = rows.mappings().all()
         return sorted(self._trial_rows(made), key=lambda trial: trial.number)
@@ -228,11 +187,7 @@ class Ledger:
 
     def set_run(self, trial_id: int, run_id: str) -> None:
         """Remembers MLflow's run of a trial, before it trains."""
-        self._one(
-            text("update orch_ledger.trials set run_id = :run_id where id = :trial_id returning id"),
-            trial_id=trial_id,
-            run_id=run_id,
-        )
+        self._one(SET_RUN, trial_id=trial_id, run_id=run_id)
 
     def begin_attempt(
         self,
@@ -265,15 +220,16 @@ class Ledger:
         assert outcome.state.is_over
         return self._changes(FINISH, **_outcome_values(trial_id, attempt, outcome), host=host, device=device)
 
-    def requeue(self, trial_id: int, attempt: int, outcome: Outcome) -> bool:
+    def requeue(self, trial_id: int, attempt: int, outcome: Outcome, *, alone: bool = False) -> bool:
         """Records how the attempt ended and lets the trial wait for another. False when a later one replaced it.
 
         An attempt that ended `waiting` was interrupted on purpose: the trial keeps what it has reported so far.
+        `alone`: from now on it trains while no other trial of the sweep does.
         """
         assert outcome.state is not TrialState.RUNNING
         values = _outcome_values(trial_id, attempt, outcome)
         del values["diverged_at"]
-        return self._changes(REQUEUE, **values)
+        return self._changes(REQUEUE, **values, alone=alone)
 
     def release_unfinished(
         self, sweep_id: int, *, also: Collection[TrialState] = (), numbers: Collection[int] = ()
@@ -284,13 +240,6 @@ class Ledger:
         """
         states = [state.value for state in (*UNFINISHED, *also)]
         return self._trials_of(RELEASE, sweep_id=sweep_id, states=states, numbers=list(numbers))
-
-    def abandon(self, sweep_id: int, reason: str) -> None:
-        """Marks what runs as killed and the sweep as interrupted: its command ends before its time."""
-        with self.engine.begin() as connection:
-            values = {"sweep_id": sweep_id, "states": ["running"], "state": "killed", "reason": reason}
-            connection.execute(MARK, values)
-            connection.execute(SET_SWEEP_STATE, {"sweep_id": sweep_id, "state": SweepState.INTERRUPTED.value})
 
     def attempts(self, trial_id: int) -> list[AttemptRow]:
         """All tries at a trial, by number."""
@@ -361,24 +310,8 @@ class Ledger:
             }
             for trial_id, candidate, digest in moved
         ]
-        statement = text(
-            """
-            with said as (
-                update orch_ledger.sweeps
-                set spec = cast(:spec as jsonb), source = :source, description = :description,
-                    state = case when :reopened then 'interrupted' else state end
-                where id = :sweep_id
-            )
-            update orch_ledger.trials as trial
-            set params = item.params, cell = item.cell, sample = item.sample, config_hash = item.config_hash
-            from jsonb_to_recordset(cast(:items as jsonb))
-                as item (id bigint, params jsonb, cell jsonb, sample integer, config_hash text)
-            where trial.id = item.id and trial.sweep_id = :sweep_id
-            """
-        )
         said = {"spec": canonical_json(spec), "source": source, "description": description, "reopened": reopened}
-        with self._single.connect() as connection:
-            connection.execute(statement, {"sweep_id": sweep_id, "items": canonical_json(items), **said})
+        self._one(RESTATE, sweep_id=sweep_id, items=canonical_json(items), **said)
 
     def count_messages(self, sweep_id: int, check_name: str) -> dict[str, int]:
         """What a check said of finished trials in their last attempt, and of how many."""
@@ -386,36 +319,55 @@ class Ledger:
             rows = connection.execute(COUNT_MESSAGES, {"sweep_id": sweep_id, "check_name": check_name})
             return {message: count for message, count in rows}
 
+    # Who drives a sweep
+
     @contextmanager
-    def hold(self, sweep_id: int) -> Iterator[Hold]:
+    def hold(self, sweep_id: int, mark_runs: Marker = no_runs) -> Iterator[Lease]:
         """Makes this command the sweep's only driver until the block ends or the process dies.
 
-        Raises AlreadyExists naming the holder: process, host and since when.
+        Raises AlreadyExists naming the holder: process, host and when it was last heard of.
         """
-        hold = Hold(self, sweep_id)
-        hold.take()
+        lease = Lease(self.engine, sweep_id, mark_runs)
         try:
-            yield hold
+            lease.take()
+            yield lease
         finally:
-            hold.release()
+            lease.release()
+
+    def under(self, lease: Lease) -> Ledger:
+        """The ledger for the holder of a lease."""
+        return Ledger(self.engine, lease)
+
+    def holder(self, sweep_id: int) -> Holder:
+        """Who drives the sweep; its name is empty where nobody does. Raises NotFound after a purge."""
+        with self._single.connect() as connection:
+            row = connection.exec_driver_sql(LOOK, (sweep_id,)).one_or_none()
+        return holder_of(row)
+
+    def refuse_held(self, sweep_id: int) -> None:
+        """Raises AlreadyExists if another command drives the sweep."""
+        holder = self.holder(sweep_id)
+        if not holder.is_free:
+            raise AlreadyExists(holder.refusal())
+
+    def ask_to_cancel(self, holder: Holder, now: bool) -> Wish | None:
+        """Asks the holder to end; the second time, or `now`, at once. Returns the wish; None when it has just ended."""
+        values = {"sweep_id": holder.sweep_id, "fence": holder.fence, "now": now}
+        with self._single.connect() as connection:
+            wish = connection.scalar(ASK_TO_CANCEL, values)
+        return None if wish is None else Wish(wish)
 
     # Plumbing
 
-    def _take(self, connection: Any, sweep_id: int, again: bool) -> None:
-        key = sweep_id % 2**31
-        for _ in range(20):
-            if connection.execute("select pg_try_advisory_lock(%s::int, %s::int)", (LOCK_CLASS, key)).fetchone()[0]:
-                return
-            with self._single.connect() as other:
-                holder = other.execute(HOLDER, {"class": LOCK_CLASS, "object": key}).one_or_none()
-            if again and holder is not None and holder[0] == _driver_name():
-                return  # a cut connection of ours that the server still believes in: nobody else has the sweep
-            if holder is not None:
-                who = (holder[0] or "another session").removeprefix("orch sweep ")
-                since = f" since {holder[1].astimezone():%Y-%m-%d %H:%M:%S %Z}" if holder[1] else ""
-                raise AlreadyExists(f"this sweep is being run by {who}{since}")
-            time.sleep(0.05)  # it was freed between the two questions
-        raise AlreadyExists("this sweep is being run by another command, which comes and goes; try again")
+    @property
+    def _fence(self) -> int | None:
+        return None if self._lease is None else self._lease.fence
+
+    def _gone(self) -> AlreadyExists | NotFound:
+        """Why a write found nothing to change."""
+        if self._lease is not None:
+            return self._lease.why_not_ours()
+        return NotFound("the sweep or trial is gone: it was removed while this command worked on it")
 
     def _sweep_where(self, condition: Any) -> SweepRow | None:
         with self._single.connect() as connection:
@@ -424,19 +376,25 @@ class Ledger:
 
     def _one(self, statement: Any, **values: Any) -> RowMapping:
         with self._single.connect() as connection:
-            row = connection.execute(statement, values).mappings().one_or_none()
+            row = connection.execute(statement, self._fenced(values)).mappings().one_or_none()
         if row is None:
-            raise NotFound("the sweep or trial is gone: it was removed while this command worked on it")
+            raise self._gone()
         return row
 
     def _changes(self, statement: Any, **values: Any) -> bool:
         with self._single.connect() as connection:
-            return connection.execute(statement, values).first() is not None
+            is_changed = connection.execute(statement, self._fenced(values)).first() is not None
+        if not is_changed and self._lease is not None:
+            self._lease.renew()
+        return is_changed
 
     def _trials_of(self, statement: Any, **values: Any) -> list[TrialRow]:
         with self._single.connect() as connection:
-            rows = connection.execute(statement, values).mappings().all()
+            rows = connection.execute(statement, self._fenced(values)).mappings().all()
         return self._trial_rows(rows)
+
+    def _fenced(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "fence": self._fence}
 
     def _trial_rows(self, rows: Sequence[RowMapping]) -> list[TrialRow]:
         if not rows:
@@ -503,9 +461,3 @@ def _outcome_values(trial_id: int, attempt: int, outcome: Outcome) -> dict[str, 
 def _found_row(row: RowMapping) -> FoundRow:
     told = {name: value for name, value in row.items() if name not in ("id", "number")}
     return FoundRow(row["id"], row["number"], Finding(**{**told, "severity": Severity(row["severity"])}))
-
-
-def _driver_name() -> str:
-    """`orch sweep <pid>@<host>`: what others see of a sweep's holder in pg_stat_activity."""
-    name = f"orch sweep {os.getpid()}@{socket.gethostname()}"
-    return name.encode()[:APPLICATION_NAME_BYTES].decode(errors="ignore")

@@ -25,7 +25,7 @@ from orchestrator.spec.domains import Domain, value_key
 from orchestrator.spec.resolved import domain_json
 from orchestrator.spec.sweep_spec import SEED
 from orchestrator.spec.yaml_text import flow
-from orchestrator.tracking.artifacts import local_folder
+from orchestrator.tracking.shelf import keeps_states
 from orchestrator.trial import Candidate
 from orchestrator.workload import Description, describe
 
@@ -213,7 +213,7 @@ def _what_they_tell(n: int, where: str) -> str:
 
 def _no_checkpoints_note() -> list[str]:
     root = Settings().artifact_root
-    if root and local_folder(root) is None:
+    if root and not keeps_states(root):
         return [f"no checkpoints in {root}: an interrupted trial starts again at step 0"]
     return []
 

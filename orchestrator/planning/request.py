@@ -16,9 +16,9 @@ from orchestrator.workload import describe
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What the person typed."""
+    """What the person typed: a sweep file to run, or the name of a sweep to go on with."""
 
-    spec: Path
+    spec: Path = Path()
     resume: bool = False
     overrides: Sequence[str] = ()
     name: str | None = None
@@ -26,6 +26,7 @@ class SweepRequest:
     address: str | None = None
     inline: bool = False
     home: Path | None = None
+    stored: str = ""  # the sweep that goes on as it was stored; empty: `spec` says what runs
 
     @property
     def all_overrides(self) -> Sequence[str]:
@@ -39,13 +40,16 @@ class SweepRequest:
         return ["orch"] if self.home is None else ["orch", "--home", _shell(str(self.home))]
 
     def command(self, *, resume: bool) -> str:
-        """The command line that would do the same."""
-        parts = [*self.orch, "sweep", _shell(str(self.spec)), *(f"--set {_shell(one)}" for one in self.overrides)]
+        """The command line that would do the same; for a stored sweep, that would do what is left of it."""
+        if self.stored:
+            parts = [*self.orch, "resume", self.stored]
+        else:
+            parts = [*self.orch, "sweep", _shell(str(self.spec)), *(f"--set {_shell(one)}" for one in self.overrides)]
         parts += [f"--name {self.name}"] if self.name else []
         parts += [f"--address {self.address}"] if self.address else []
         parts += [f"--max-concurrent {self.max_concurrent}"] if self.max_concurrent else []
         parts += ["--inline"] if self.inline else []
-        parts += ["--resume"] if resume else []
+        parts += ["--resume"] if resume and not self.stored else []
         return " ".join(parts)
 
 

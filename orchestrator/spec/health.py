@@ -15,7 +15,8 @@ from orchestrator.spec.document import Node, Scalar, plain_scalar
 from orchestrator.spec.domains import is_number
 from orchestrator.spec.faces import WorkloadFace
 from orchestrator.spec.problems import Problems, nearest, unknown_key
-from orchestrator.spec.sections import Section, flag, text
+from orchestrator.spec.sections import Section, flag, text, whole
+from orchestrator.spec.sweep_spec import SAME_ERROR
 from orchestrator.trial import OWN_CHECKS, OWN_EARLY_CHECKS
 
 AT_THE_END = ("unread_field",)
@@ -35,15 +36,19 @@ class Bounded(Protocol):
 
 @dataclass(frozen=True)
 class Stop:
-    """What ends a trial: its divergence, and findings of the checks in `on`."""
+    """What ends a trial: its divergence, and findings of the checks in `on`.
+
+    And what ends the sweep: so many trials in a row that fail alike.
+    """
 
     diverged: bool = True
     on: tuple[str, ...] = ()
+    same_error: int | None = SAME_ERROR
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 def read_stop(node: Node | None, workload: WorkloadFace | None, problems: Problems) -> Stop:
-    section = Section.of(node, "stop", ("diverged", "on"), problems)
+    section = Section.of(node, "stop", ("diverged", "on", "same_error"), problems)
     on = _read_checks(section.entries.get("on"), workload, problems)
     early = (*OWN_EARLY_CHECKS, *(workload.early_checks if workload else ()))
     idle = {check: "when a trial is over" for check in on if check in AT_THE_END}
@@ -51,7 +56,22 @@ def read_stop(node: Node | None, workload: WorkloadFace | None, problems: Proble
     ends = [check for check in on if check not in idle]
     notes = [f"a trial ends as stopped on {', '.join(ends)}"] if ends else []
     notes += [f"stop.on: {check} is found {when}; it stops none" for check, when in idle.items()]
-    return Stop(section.read("diverged", flag, True), on, tuple(notes))
+    return Stop(section.read("diverged", flag, True), on, _read_same_error(section), tuple(notes))
+
+
+def _read_same_error(section: Section) -> int | None:
+    """A number of trials; None for `off` and for null, which here is no absence."""
+    node = section.entries.get("same_error")
+    if node is not None and node.value in (None, "off") and not node.is_mapping and not node.is_list:
+        return None
+    return section.read("same_error", _num_alike, SAME_ERROR)
+
+
+def _num_alike(node: Node) -> int:
+    try:
+        return whole(1)(node)
+    except ValueError as error:
+        raise ValueError(f"{error}; or off") from None
 
 
 def _read_checks(node: Node | None, workload: WorkloadFace | None, problems: Problems) -> tuple[str, ...]:

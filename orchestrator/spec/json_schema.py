@@ -18,7 +18,7 @@ from orchestrator.spec.overrides import DOMAIN_KEYS
 from orchestrator.spec.scheduling import KEYS as SCHEDULE_KEYS
 from orchestrator.spec.scheduling import SETTINGS
 from orchestrator.spec.sections import ALGORITHMS, SAMPLERS
-from orchestrator.spec.sweep_spec import SEED
+from orchestrator.spec.sweep_spec import SAME_ERROR, SEED
 from orchestrator.trial import OWN_CHECKS, jsonable
 
 Json = dict[str, Any]
@@ -198,6 +198,10 @@ def _judged(workload: WorkloadFace | None, fields: _FieldSchemas | None) -> Json
             {
                 "diverged": {"type": "boolean", "default": True},
                 "on": _list(checks, "findings of these checks end a trial"),
+                "same_error": {
+                    **_either(COUNT, {"enum": ["off", None]}, help="trials in a row that fail alike end the sweep"),
+                    "default": SAME_ERROR,
+                },
             }
         ),
         "health": _object({"thresholds": {"type": "object", **limits, "description": "limits of the checks"}}),
@@ -223,6 +227,7 @@ RUNNING: Json = {
     "preflight": {"type": "boolean", "default": True, "description": "check each structure before anything trains"},
     "log_every": {**COUNT, "default": 10, "description": "steps between reports"},
     "checkpoint_every": {**COUNT, "default": 100, "description": "steps between saved states"},
+    "keep_checkpoints": {"type": "boolean", "default": False, "description": "keep a trial's last and best state"},
     "tags": {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}},
 }
 

@@ -47,7 +47,7 @@ NO_EFFECT_YET = {
 KEYS = (
     *("name", "workload", "metric", "params", "seeds", "search", "resources", "retries", "retry_on", "stop", "health"),
     *("show", "unstable", "when", "zip", "exclude", "scheduler", "budget"),
-    *("log_every", "checkpoint_every", "tags", "fuse", "preflight"),
+    *("log_every", "checkpoint_every", "keep_checkpoints", "tags", "fuse", "preflight"),
 )
 SHORT_FORMS = {"metric": "name", "search": "algorithm", "scheduler": "algorithm"}
 MAX_NAME = 40
@@ -137,6 +137,7 @@ class _Parser:
             retries=read_retries(top),
             log_every=top.read("log_every", whole(1), 10),
             checkpoint_every=top.read("checkpoint_every", whole(1), 100),
+            keep_checkpoints=top.read("keep_checkpoints", flag, False),
             fuse=top.read("fuse", fuse, "auto"),  # type: ignore[arg-type]  # `fuse` lets nothing else through
             preflight=top.read("preflight", flag, True),
             tags=read_tags(entries.get("tags"), problems),
@@ -154,6 +155,7 @@ class _Parser:
             spec,
             stop_diverged=stop.diverged,
             stop_on=stop.on,
+            same_error=stop.same_error,
             thresholds=thresholds,
             unstable=read_unstable(entries.get("unstable"), workload, params, problems, spec.zipped),
             show=read_show(entries.get("show"), workload, problems),

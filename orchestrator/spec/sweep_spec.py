@@ -13,6 +13,7 @@ Mode = Literal["min", "max"]
 Condition = Mapping[str, tuple[Any, ...]]  # each name with the values it may have; all of them must
 Keys = Mapping[str, frozenset[Hashable]]  # a condition with the values' `quick_key`: hundreds are looked up at once
 SEED = "seed"  # the field that is a replicate, never a cell
+SAME_ERROR = 10  # trials
 STEPS = "steps"  # the field that says how long a trial trains, where a workload has one
 
 
@@ -116,6 +117,7 @@ class SweepSpec:
     retries: Retries = Retries()
     stop_diverged: bool = True
     stop_on: tuple[str, ...] = ()  # findings of these checks end a trial
+    same_error: int | None = SAME_ERROR  # so many trials in a row that fail alike end the sweep; None: none do
     thresholds: Mapping[str, float] = field(default_factory=dict)  # limits of checks that are not the workload's own
     unstable: Unstable | None = None  # None: only diverged trials are
     more_metrics: tuple[Metric, ...] = ()  # further objectives, beside `metric`
@@ -133,6 +135,7 @@ class SweepSpec:
     fuse: Literal["auto", "off"] | int = "auto"  # an int is the largest group
     preflight: bool = True
     checkpoint_every: int = 100
+    keep_checkpoints: bool = False  # the last and the best state of a trial that has its result
     file_name: str = ""
     overrides: tuple[str, ...] = ()  # the texts of `--set`, in order
     notes: tuple[str, ...] = ()  # what a reader of the plan should know: dropped duplicates, an end no step reaches

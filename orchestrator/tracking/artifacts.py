@@ -30,14 +30,21 @@ def store_text(artifact_uri: str, text: str, name: str) -> None:
         store_file(artifact_uri, path, name)
 
 
+def _refuse_unsafe(name: str) -> None:
+    """A name that leaves the run's folder, or that no file system, page or terminal shows as it is."""
+    if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).name:
+        raise ValueError(f"artifact name {name!r:.200} must stay inside the run's folder")
+    if not name.isprintable():
+        raise ValueError(f"artifact name {name!r:.200} holds a character that cannot be printed")
+
+
 def store_file(artifact_uri: str, path: Path, name: str | None = None) -> None:
     """Keeps a copy of `path` as the artifact `name` (default: its own name; may contain folders).
 
-    Raises ValueError for a name that would leave the run's folder, OSError when the store cannot be written.
+    Raises ValueError for a name that is not safe, OSError when the store cannot be written.
     """
     name = name or path.name
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"artifact name {name!r} must stay inside the run's folder")
+    _refuse_unsafe(name)
     folder = local_folder(artifact_uri)
     if folder is not None:
         target = folder / name

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from orchestrator.tracking.records import DecisionRow, FindingRow, Points
+from orchestrator.tracking.records import DecisionRow, FindingRow, LogLine, Points
 from orchestrator.trial import canonical_json
 
 MAX_FLOAT = sys.float_info.max  # what MLflow stores for infinity
@@ -61,6 +61,25 @@ def latest_of(rows: Iterable[MetricRow]) -> list[MetricRow]:
     return [latest[place] for place in sorted(latest)]
 
 
+def without_late_words(connection: psycopg.Connection[Any], points: Sequence[Points]) -> list[Points]:
+    """The points without what a replaced attempt measured after its successor had begun, from its first step on.
+
+    Such an attempt's command was silent for too long and does not know yet that another one has the sweep. What was
+    measured before counts as long as nothing supersedes it, however late it comes.
+    """
+    attempts = sorted({(point.trial_id, point.attempt) for point in points})
+    later: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    columns = [list(column) for column in zip(*attempts, strict=True)]
+    for trial_id, attempt, *begun in connection.execute(SUCCESSORS, columns) if attempts else ():
+        later.setdefault((trial_id, attempt), []).append((begun[0], begun[1]))
+
+    def is_late(point: Points) -> bool:
+        successors = later.get((point.trial_id, point.attempt), ())
+        return any(point.step >= step and point.timestamp_ms >= began_ms for step, began_ms in successors)
+
+    return [point for point in points if not is_late(point)] if later else list(points)
+
+
 def write_rows(connection: psycopg.Connection[Any], rows: Sequence[MetricRow]) -> frozenset[str]:
     """Writes the rows in one transaction. Returns the ids of runs that MLflow does not have (any more) or has deleted.
 
@@ -93,6 +112,22 @@ def write_decisions(connection: psycopg.Connection[Any], rows: Sequence[Decision
     with connection.transaction(), connection.cursor() as cursor:
         cursor.executemany(INSERT_DECISION, [_decision_values(row) for row in rows])
 
+
+def write_logs(connection: psycopg.Connection[Any], rows: Sequence[LogLine]) -> None:
+    """Writes the lines, many in one statement; those already there stay as they are.
+
+    Lines of a sweep that was deleted are left out. Raises as `write_rows` does.
+    """
+    columns = zip(*map(_log_values, rows), strict=True)
+    with connection.transaction():
+        connection.execute(INSERT_LOGS, [list(column) for column in columns])
+
+
+SUCCESSORS = """
+select given.trial_id, given.attempt, later.first_step, floor(extract(epoch from later.started_at) * 1000)::int8
+from unnest(%s::int8[], %s::int4[]) as given (trial_id, attempt)
+join orch_ledger.attempts as later on later.trial_id = given.trial_id and later.number > given.attempt
+"""
 
 COPY_METRICS = "copy public.metrics (run_uuid, key, value, timestamp, step, is_nan) from stdin"
 
@@ -193,6 +228,16 @@ on conflict do nothing
 """
 
 
+INSERT_LOGS = """
+insert into orch_ledger.logs (sweep_id, trial_id, attempt, stream, line_number, line, written_at)
+select sweep_id, trial_id, attempt, stream, line_number, line, to_timestamp(written_at_ms / 1000.0)
+from unnest(%s::int8[], %s::int8[], %s::int4[], %s::text[], %s::int8[], %s::text[], %s::int8[])
+    as given (sweep_id, trial_id, attempt, stream, line_number, line, written_at_ms)
+where sweep_id in (select id from orch_ledger.sweeps)
+on conflict do nothing
+"""
+
+
 def _missing_runs(cursor: psycopg.Cursor[Any], run_ids: set[str]) -> frozenset[str]:
     cursor.execute(ACTIVE_RUNS, [sorted(run_ids)])
     return frozenset(run_ids.difference(run_id for (run_id,) in cursor))
@@ -227,6 +272,11 @@ def _decision_values(row: DecisionRow) -> tuple[Any, ...]:
     owner = (row.sweep_id, row.trial_id, row.attempt)
     told = (decision.step, decision.value, decision.action.value, _text(decision.reason), decision.source)
     return (*owner, *told, canonical_json(decision.params))
+
+
+def _log_values(row: LogLine) -> tuple[Any, ...]:
+    owner = (row.sweep_id, row.trial_id, row.attempt)
+    return (*owner, row.stream, row.number, _text(row.text), row.written_at_ms)
 
 
 def _text(words: str) -> str:

@@ -16,12 +16,21 @@ from typing import Any, TypeVar
 import psycopg
 
 from orchestrator.errors import DatabaseUnavailable
-from orchestrator.tracking.bulk import MetricRow, rows_of, write_decisions, write_findings, write_rows
+from orchestrator.tracking.bulk import (
+    MetricRow,
+    rows_of,
+    without_late_words,
+    write_decisions,
+    write_findings,
+    write_logs,
+    write_rows,
+)
 from orchestrator.tracking.journal import Journal
-from orchestrator.tracking.records import DecisionRow, FindingRow, Note, Points, Record, to_json
+from orchestrator.tracking.records import DecisionRow, FindingRow, LogLine, Note, Points, Record, to_json
 
 RETRY_AFTER_S = (0.1, 2.0)  # the first and the longest pause before the database is tried again
 STATEMENT_TIMEOUT_S = 60
+IDLE_TIMEOUT_S = 30
 KEEP_INHERITED_DAYS = 30  # how long points of unknown runs are handed on from recorder to recorder
 
 # What a later try may mend: a lost connection, a restart, a standby, a missing privilege, a deadlock, a full disk.
@@ -65,11 +74,14 @@ class Drain:
         points = [record for record in records if isinstance(record, Points)]
         findings = [record for record in records if isinstance(record, FindingRow)]
         decisions = [record for record in records if isinstance(record, DecisionRow)]
+        logs = [record for record in records if isinstance(record, LogLine)]
         unknown = self._store_points(connection, points)
         if findings:
             self._reject(_bisected(lambda rows: write_findings(connection, rows), findings))
         if decisions:
             self._reject(_bisected(lambda rows: write_decisions(connection, rows), decisions))
+        if logs:
+            self._reject(_bisected(lambda rows: write_logs(connection, rows), logs))
         if unknown:
             self._put_aside([point for point in points if point.run_id in unknown], inherited)
         self.error = ""
@@ -77,7 +89,7 @@ class Drain:
 
     def failed(self, error: Exception) -> float:
         """Notes why `store` failed and returns how many seconds to wait before the next try."""
-        self.error = str(error).strip() or type(error).__name__
+        self.error = str(error).strip().split("\n")[0] or type(error).__name__
         self.close()
         pause_s = self._pause_s
         self._pause_s = min(2 * pause_s, RETRY_AFTER_S[1])
@@ -101,6 +113,8 @@ class Drain:
             connection.rollback()  # whoever made it may have left a transaction open
             connection.autocommit = True
             connection.execute(f"set statement_timeout = '{STATEMENT_TIMEOUT_S}s'")
+            # A suspended process must not keep rows from whoever goes on with its sweep.
+            connection.execute(f"set idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S}s'")
             self._connection = connection
         return self._connection
 
@@ -112,7 +126,7 @@ class Drain:
             unknown.update(write_rows(connection, rows))
 
         if points:
-            self._reject(_bisected(write, rows_of(points)))
+            self._reject(_bisected(write, rows_of(without_late_words(connection, points))))
         return unknown
 
     def _put_aside(self, points: Sequence[Points], inherited: bool) -> None:

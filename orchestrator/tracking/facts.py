@@ -28,7 +28,7 @@ def system_facts(package: str | None = None) -> dict[str, str]:
     }
     for name, distribution in DISTRIBUTIONS.items():
         facts[f"orch.version.{name}"] = _version(distribution)
-    folder = _folder_of(package) if package else None
+    folder = folder_of(package) if package else None
     return {**facts, **(git_facts(folder) if folder else {})}
 
 
@@ -57,7 +57,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def _folder_of(package: str) -> Path | None:
+def folder_of(package: str) -> Path | None:
+    """Where a package's files lie, or the folder of the one file that a module is. Imports the parents only."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.settings import Settings
+
 SEGMENT_BYTES = 8 * 1024 * 1024
 READ_BYTES = 512 * 1024
 _SEGMENT_NAME = re.compile(r"(\d{10})\.journal")
@@ -52,6 +54,29 @@ def orphans(journal_dir: Path) -> list[Path]:
         return []
     folders = [path for path in journal_dir.glob(f"{_host()}~*~*") if path.is_dir() and _is_free(path)]
     return sorted(folders, key=lambda path: path.stat().st_mtime)
+
+
+def is_abandoned(folder: Path) -> bool:
+    """True for the folder of a recorder of this host whose process is gone."""
+    return folder.name.startswith(f"{_host()}~") and _is_free(folder)
+
+
+def abandoned_name() -> str:
+    """A name under which a recorder of this host finds a journal that was brought here."""
+    return f"{_host()}~0~{secrets.token_hex(4)}"
+
+
+def backlog_of(folder: Path) -> int:
+    """Bytes of a journal that are not known to be stored, looked at from outside: its recorder may be alive."""
+    try:
+        segments, cursor = _segments_in(folder), (folder / "cursor").read_bytes()
+    except FileNotFoundError:  # nothing was stored yet, or all of it is and the folder is gone
+        segments, cursor = (_segments_in(folder) if folder.is_dir() else []), b""
+    match = _CURSOR.fullmatch(cursor)
+    number, offset = (int(match[1]), int(match[2])) if match else (0, 0)
+    return sum(
+        max(0, one.safe_bytes - (offset if one.number == number else 0)) for one in segments if one.number >= number
+    )
 
 
 @dataclass
@@ -264,7 +289,7 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 def _host() -> str:
-    return socket.gethostname().replace("~", "-").replace("/", "-")
+    return (Settings().journal_host or socket.gethostname()).replace("~", "-").replace("/", "-")
 
 
 def _try_lock(folder: Path) -> int | None:

@@ -22,6 +22,7 @@ from orchestrator.tracking.journal import Journal, orphans
 from orchestrator.tracking.records import (
     DecisionRow,
     FindingRow,
+    LogLine,
     MetricError,
     Note,
     Points,
@@ -39,6 +40,7 @@ __all__ = [
     "DecisionRow",
     "FindingRow",
     "JournalUnwritable",
+    "LogLine",
     "MetricError",
     "Note",
     "Points",
@@ -66,7 +68,7 @@ class JournalUnwritable(OrchError):
 class Remainder:
     """What a closing recorder could not bring into the database. It lies in the journal for the next recorder."""
 
-    points: int  # metric values, findings and decisions
+    points: int  # metric values, findings, decisions and log lines
     run_ids: tuple[str, ...]
     num_rejected: int = 0  # rows that Postgres will never take; kept in rejected.jsonl
     num_damaged: int = 0  # journal lines that could not be read back
@@ -79,7 +81,7 @@ class Remainder:
 
 
 class Recorder:
-    """Records reports, findings and decisions of any number of trials, from any number of threads."""
+    """Records reports, findings, decisions and log lines of any number of trials, from any number of threads."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Recorder:
 
         Raises JournalUnwritable if the folder cannot be written. The database need not be there yet.
         """
-        self._journal_dir = journal_dir
+        self._journal_dir, self._adopts_orphans = journal_dir, adopt_orphans
         self._flush_after_s = flush_after_s
         try:
             self._journal = Journal.create(journal_dir)
@@ -124,7 +126,7 @@ class Recorder:
         self._take([checked(point) for point in points])
 
     def notes(self, rows: Sequence[Note]) -> None:
-        """Takes findings and decisions as `record` takes points."""
+        """Takes findings, decisions and log lines as `record` takes points."""
         self._take(rows)
 
     def sync(self, timeout_s: float = 60.0) -> None:
@@ -150,6 +152,11 @@ class Recorder:
         with self._state:
             return self._num_given - self._num_stored
 
+    def given_and_safe(self) -> tuple[int, int]:
+        """How many records were given so far, and how many of these, the first ones, are on disk."""
+        with self._state:
+            return self._num_given, self._num_safe
+
     @property
     def database_error(self) -> str:
         """Why the last try to reach the database failed; empty when it succeeded."""
@@ -166,7 +173,9 @@ class Recorder:
         Raises as `record` does, after everything that could be saved is saved. A second call returns the same.
         """
         if self._remainder is None:
+            late = orphans(self._journal_dir) if self._adopts_orphans else []  # of recorders that died after we began
             with self._state:
+                self._orphans.extend(folder for folder in late if folder not in self._orphans)
                 self._deadline = time.monotonic() + timeout_s
                 self._state.notify_all()
             self._drainer.join(timeout_s)

@@ -1,4 +1,4 @@
-"""What a recorder carries: points, findings, decisions, checked once where they enter. Plain values, no storage."""
+"""What a recorder carries: points, findings, decisions, log lines, checked where they enter. Stores nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,23 @@ class DecisionRow:
     decision: Decision
 
 
-Note = FindingRow | DecisionRow
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line that a trial printed, or that a command said of its sweep: then without a trial.
+
+    `attempt` is the try that printed it; of a command's line, the number of the command that drove the sweep.
+    """
+
+    sweep_id: int
+    trial_id: int | None
+    attempt: int
+    stream: str  # stdout, stderr, sweep
+    number: int  # from 0 in the attempt, over its streams: in the order of writing
+    text: str  # storable, without its line end
+    written_at_ms: int
+
+
+Note = FindingRow | DecisionRow | LogLine
 Record = Points | Note
 
 
@@ -109,8 +125,10 @@ def to_json(record: Record) -> list[Any]:
         return ["points", *fields, dict(record.metrics)]
     if isinstance(record, DecisionRow):
         return ["decision", record.sweep_id, record.trial_id, record.attempt, *_told(record.decision)]
-    finding = record.finding
     owner = (record.sweep_id, record.trial_id, record.attempt)
+    if isinstance(record, LogLine):
+        return ["log", *owner, record.stream, record.number, record.text, record.written_at_ms]
+    finding = record.finding
     told = (finding.check_name, finding.severity.value, finding.message, finding.advice)
     return ["finding", *owner, *told, finding.step, finding.value, finding.threshold]
 
@@ -122,6 +140,8 @@ def from_json(fields: list[Any]) -> Record:
     if kind == "decision":
         sweep_id, trial_id, attempt, trial, step, value, action, *rest = rest
         return DecisionRow(sweep_id, trial_id, attempt, Decision(trial, step, value, Action(action), *rest))
+    if kind == "log":
+        return LogLine(*rest)
     sweep_id, trial_id, attempt, check_name, severity, *told = rest
     return FindingRow(sweep_id, trial_id, attempt, Finding(check_name, Severity(severity), *told))
 

@@ -11,12 +11,13 @@ import datetime as dt
 import getpass
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from orchestrator.tracking.artifacts import checkpoint_folder, local_folder, sto
 from orchestrator.tracking.bulk import LOCK_TRIALS, MIRROR_FINDINGS
 from orchestrator.tracking.experiments import SWEEP_TAG, refuse_unusable
 from orchestrator.tracking.mlflow_schema import mlflow_uri
+from orchestrator.tracking.shelf import shelf_of
 from orchestrator.trial import TrialState, canonical_json, jsonable
 
 TRIAL_TAG = "orch.trial"  # <sweep id>/<trial number>
@@ -44,6 +46,12 @@ PARAMS_FILE = "params.json"
 MAX_URI_LENGTH = 200  # the width of MLflow's column `runs.artifact_uri`
 NUM_CONNECTIONS = 2
 KEYS_PER_QUERY = 5_000
+DISCARD = sqlalchemy.text(
+    """
+    update public.runs set lifecycle_stage = 'deleted', status = 'KILLED', end_time = :now_ms, deleted_time = :now_ms
+    where run_uuid = :run_id and not exists (select from orch_ledger.trials where run_id = :run_id)
+    """
+)
 
 
 def param_text(value: Any) -> str:
@@ -85,11 +93,14 @@ class Runs:
 
     def __init__(self, url: str, artifact_root: str) -> None:
         """`url` is a postgresql:// address whose MLflow tables exist; `artifact_root` a URI or an absolute folder."""
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # tracebacks of what is told in a line
         self._uri = mlflow_uri(url)
         self._masked_uri = sqlalchemy.make_url(url).set(drivername="postgresql+psycopg").render_as_string()
         self._artifact_root = artifact_root.rstrip("/")
         self._one_at_a_time = threading.RLock()
         self._locations: dict[str, str] = {}
+        self.guard: Callable[[sqlalchemy.Connection], None] = lambda connection: None
+        """Called in every transaction that begins or ends an attempt; raises where another command has the sweep."""
         with _small_pool():
             self._client = MlflowClient(tracking_uri=self._uri)
         self._store = self._client._tracking_client.store
@@ -150,13 +161,23 @@ class Runs:
                 self._client.delete_experiment(experiment_id)
             for run_id, artifact_uri in self._runs_in(experiment_id):
                 _delete_artifacts(artifact_uri)
-                if (checkpoints := checkpoint_folder(artifact_uri)) is not None:
-                    _delete_artifacts(str(checkpoints))
+                _delete_states(artifact_uri)
                 self._store._hard_delete_run(run_id)
             if experiment.artifact_location.startswith(f"{self._artifact_root}/"):
                 _delete_artifacts(experiment.artifact_location)
             self._store._hard_delete_experiment(experiment_id)
             self._locations.pop(experiment_id, None)
+
+    def purge_run(self, run_id: str) -> None:
+        """Deletes a run that was deleted in MLflow, with its artifacts and checkpoints, for good. Can be repeated."""
+        with self._one_at_a_time:
+            with Session(self._store.engine) as session:
+                run = session.get(SqlRun, run_id)
+            if run is None or run.lifecycle_stage == LifecycleStage.ACTIVE:
+                return  # somebody restored it, or was faster
+            _delete_artifacts(run.artifact_uri)
+            _delete_states(run.artifact_uri)
+            self._store._hard_delete_run(run_id)
 
     def _experiment(self, experiment_id: str) -> Any:
         try:
@@ -198,6 +219,11 @@ class Runs:
         if any(len(text) > MAX_PARAM_VAL_LENGTH for text in texts.values()):
             values = {name: jsonable(value) for name, value in params.items()}
             self.log_text(run_id, json.dumps(values, indent=2, ensure_ascii=False), PARAMS_FILE)
+
+    def discard(self, run_id: str) -> None:
+        """Deletes a run, as `mlflow runs delete` does, unless a trial has it meanwhile."""
+        with self._one_at_a_time, self._store.engine.begin() as connection:
+            connection.execute(DISCARD, {"run_id": run_id, "now_ms": int(time.time() * 1000)})
 
     def adopt(self, trial_keys: Iterable[str]) -> dict[str, str]:
         """The runs that already exist for these trials, by trial key: what a crash left without a row in the ledger."""
@@ -271,6 +297,7 @@ class Runs:
     ) -> Iterator[tuple[Any, SqlRun]]:
         """A transaction on one active run, by MLflow's own tables, which also sets and drops tags."""
         with self._one_at_a_time, Session(self._store.engine) as session, session.begin():
+            self.guard(session.connection())
             run = session.get(SqlRun, run_id)
             if run is None or run.lifecycle_stage != LifecycleStage.ACTIVE:
                 raise NotFound(f"MLflow has no run {run_id}" + ("; it was deleted" if run is not None else ""))
@@ -362,6 +389,13 @@ def _delete_artifacts(artifact_uri: str) -> None:
         get_artifact_repository(artifact_uri).delete_artifacts()
     elif folder.exists():
         shutil.rmtree(folder)
+
+
+def _delete_states(artifact_uri: str) -> None:
+    if (folder := checkpoint_folder(artifact_uri)) is not None:
+        _delete_artifacts(str(folder))
+    elif (shelf := shelf_of(artifact_uri)) is not None:
+        shelf.clear()
 
 
 def _user() -> str:

@@ -14,8 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = [
-    {"errors"},
+    {"errors", "masking"},
     {"settings"},
+    {"background"},
     {"trial"},
     {"spec", "workload"},
     {"search", "schedulers", "fusion"},
@@ -24,7 +25,20 @@ LAYERS = [
     {"reports"},
     {
         *("launch", "planning", "preflight", "checking", "backends", "ending", "signals", "removal", "workspace"),
-        *("serve", "doctor", "places", "simulating", "extension"),
+        *(
+            "serve",
+            "services",
+            "detaching",
+            "doctor",
+            "places",
+            "simulating",
+            "extension",
+            "resuming",
+            "cancelling",
+            "housekeeping",
+            "backup",
+            "host",
+        ),
     },
     {"cli"},
 ]

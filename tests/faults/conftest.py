@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from orchestrator import cli
@@ -27,12 +32,59 @@ class FragileServer:
 
     home: Home
     orch: Orch
+    is_small: bool  # its disk can be filled up
 
     def stop(self) -> None:
         embedded.stop(self.home)
 
     def start(self) -> str:
         return embedded.ensure_running(self.home)
+
+    def kill(self) -> None:
+        """As the kernel does for want of memory: the server has no last word."""
+        server = embedded.running(self.home)
+        assert server is not None
+        os.kill(server.pid, signal.SIGKILL)
+
+    @contextmanager
+    def read_only(self) -> Iterator[None]:
+        """Refuses all writes, as a server that is being looked after."""
+        for statement in ("alter system set default_transaction_read_only = on", "select pg_reload_conf()"):
+            self.value(statement)
+        try:
+            yield
+        finally:
+            with Database.from_url(self.orch.env["ORCH_DATABASE_URL"]).connect("orch-tests", autocommit=True) as owner:
+                owner.execute("alter system reset default_transaction_read_only")
+                owner.execute("select pg_reload_conf()")
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Without a free block on its disk."""
+        filler = self.home.path / "filler"
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
+        with filler.open("ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(512))
+        try:
+            yield
+        finally:
+            filler.unlink()
+
+    @contextmanager
+    def crowded(self) -> Iterator[None]:
+        """With all its connections taken by others."""
+        database, others = Database.from_url(self.orch.env["ORCH_DATABASE_URL"]), []
+        with suppress(psycopg.OperationalError):
+            while True:
+                others.append(database.connect("others"))
+        try:
+            yield
+        finally:
+            for other in others:
+                other.close()
 
     def value(self, query: str, *parameters: object) -> Any:
         """The first column of the first row, as the owner sees it."""
@@ -41,19 +93,23 @@ class FragileServer:
 
 @pytest.fixture(scope="session")
 def fragile(tmp_path_factory: pytest.TempPathFactory, orch: Orch) -> Iterator[FragileServer]:
-    """Allows 20 connections. Whoever stops it starts it again."""
+    """Allows 20 connections, and lies on a small disk where one can be mounted. Whoever stops it starts it again."""
     folder = tmp_path_factory.mktemp("fragile")
-    home = Home(folder / ".server")
+    home = Home(folder / ".server").ensure()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256m,mode=700", "none", str(home.path)]
+    is_small = os.geteuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0
     embedded.ensure_running(home)
     embedded.stop(home)
     with (home.path / "postgres" / "postgresql.conf").open("a") as conf:
         conf.write("\nmax_connections = 20\n")
     url = embedded.ensure_running(home)
     env = {**orch.env, "ORCH_DATABASE_URL": url, "ORCH_HOME": str(folder / ".orch")}
-    server = FragileServer(home, Orch(env, folder))
+    server = FragileServer(home, Orch(env, folder), is_small)
     server.orch("status")  # makes the schema
     yield server
     server.stop()
+    if is_small:
+        subprocess.run(["umount", "-l", str(home.path)], check=True)
     for place in (home, Home(folder / ".orch")):
         shutil.rmtree(place.short_folder, ignore_errors=True)  # there may be none
 

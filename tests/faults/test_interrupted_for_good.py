@@ -44,11 +44,13 @@ def test_a_killed_command_is_resumed_without_doubled_runs_and_its_workers_write_
     process.kill()
     process.wait()
     assert wait_for(lambda: not any(map(_lives, writers)), 20), "they would go on writing"
-    left_behind = {row["state"] for row in orch.rows(f"select state from runs where sweep = '{name}'")}
-    assert left_behind == {"running"}
+    left_behind = orch.rows(f"select state, reason from runs where sweep = '{name}'")
+    assert {row["state"] for row in left_behind} == {"lost"}
+    assert all(f"its command {process.pid}@" in row["reason"] for row in left_behind)
+    statuses = "select string_agg(status, ',') from public.runs where name like %s"
+    assert value_of(prepared_url, statuses, f"{name}-%") == "KILLED,KILLED"
     done = orch("sweep", file, "--resume", "--inline")
     assert f"{name}: 2/2 finished" in done.out
-    statuses = "select string_agg(status, ',') from public.runs where name like %s"
     assert value_of(prepared_url, statuses, f"{name}-%") == "FINISHED,FINISHED"
     rows = orch.rows(f"select attempts, state from runs where sweep = '{name}'")
     assert rows == [{"attempts": 2, "state": "finished"}] * 2

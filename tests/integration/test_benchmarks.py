@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from pathlib import Path
 
 import psycopg
 import pytest
 
-from benchmarks import char_gpt, moe_layer, preflight, startup
+from benchmarks import char_gpt, load, moe_layer, preflight, startup
 from benchmarks.__main__ import NAMES
 from benchmarks.bulk_writes import TARGETS, compare
+from orchestrator.settings import Home
+from orchestrator.tracking.recorder import Recorder, connect_by_url
 
 
 def test_every_benchmark_of_make_bench_can_be_loaded() -> None:
@@ -53,3 +57,22 @@ def test_the_plain_loop_trains_as_many_parameters_as_char_gpt_and_both_are_timed
     plain = char_gpt.PlainGpt(char_gpt.CONFIG, num_symbols=ours.shape.vocabulary)
     assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in ours.parameters())
     assert all(value > 0 for _, value, *_ in char_gpt.run(num_turns=1))
+
+
+def test_64_reporters_of_the_load_benchmark_lose_no_point(empty_database_url: str, home: Home, tmp_path: Path) -> None:
+    run_ids = load.new_runs(empty_database_url, load.NUM_REPORTERS)
+    recorder = Recorder(functools.partial(connect_by_url, empty_database_url), tmp_path)
+    burst = load.Burst(**load.burst(recorder, home, run_ids, first_step=1, num_reports=load.REPORTS_PER_S))
+    assert recorder.close(60).is_empty
+    with psycopg.connect(empty_database_url) as connection:
+        counts = connection.execute("select count(*), count(distinct run_uuid) from metrics").fetchone()
+    assert counts == (burst.num_points, 64)
+    assert burst.num_points == 64 * 200
+    assert min(burst.recorder_s, burst.postgres_s) > 0
+
+
+def test_the_load_benchmark_holds_each_burst_against_the_calm_before_it() -> None:
+    bursts = [load.Burst(began, began + 10, 1, 1, 1, lag_s=0) for began in (10.0, 30.0)]
+    steps = [load.Step(float(at), 2.0 if at % 20 >= 10 else 1.0, 1.0) for at in range(40)]
+    assert load.slowdown_of(bursts, steps, "wall_s") == 2
+    assert load.slowdown_of(bursts, steps, "cpu_s") == 1

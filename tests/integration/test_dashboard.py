@@ -11,6 +11,7 @@ from playwright.sync_api import expect
 
 from dashboards import overview
 from orchestrator.database.connection import Database
+from orchestrator.trial import Finding, Severity
 
 NAN = math.nan
 CROSS = 'svg.marks path[stroke="#c23b3b"]'
@@ -49,6 +50,34 @@ def test_the_dashboard_shows_a_sweep_its_curves_and_links_and_keeps_what_was_pic
 
     assert page.title() == "orch"  # a description's <script> is text
     assert watched.blocked == []
+    assert watched.errors == []
+
+
+def test_what_people_and_workloads_write_is_shown_as_text_and_never_run(page_lab: Any, ui: Any, watched: Any) -> None:
+    page, hostile = (
+        watched.page,
+        "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>",
+    )
+    sweep = page_lab.add_sweep("hostile", f"{hostile} asked")
+    for number in range(2):
+        page_lab.run_trial(sweep, {"note": f"{hostile}{number}", "seed": 0}, {10: 1.0, 20: math.nan})
+    [first, *_] = page_lab.ledger.trials(sweep.id)
+    seen = Finding(f"{hostile} check", Severity.ERROR, f"{hostile} found", f"{hostile} advised", 10)
+    page_lab.ledger.add_findings(sweep.id, [(first.id, 1, seen)])
+    with page_lab.database.connect("orch-tests") as connection:
+        reason = f"ValueError: {hostile} failed"
+        connection.execute("update orch_ledger.trials set reason = %s where sweep_id = %s", [reason, sweep.id])
+
+    page.goto(ui.dashboards)
+    page.get_by_label("sweep").select_option(label="hostile")
+    for words in ("asked", "check", "found", "advised", "failed"):
+        expect(page.get_by_text(f"{hostile} {words}").first).to_be_visible()
+    expect(page.locator(LEGEND)).to_have_text("note")
+    expect(page.locator(".role-legend-label", has_text="<img").first).to_be_attached()  # an axis' values
+    page.locator(CROSS).last.hover()  # its tooltip holds them too
+    expect(page.locator("#vg-tooltip-element")).to_contain_text("<img src=x")
+    assert page.locator("img[src=x]").count() == 0
+    assert page.title() == "orch"
     assert watched.errors == []
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -19,6 +20,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from psycopg import OperationalError
 from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
@@ -26,7 +28,11 @@ from orchestrator import ledger as ledger_package
 from orchestrator.database.borrow import borrowed
 from orchestrator.errors import AlreadyExists, DatabaseUnavailable, NotFound
 from orchestrator.ledger import Ledger, SweepRow, SweepState, upgrade
-from orchestrator.ledger.models import SCHEMA, Base
+from orchestrator.ledger import lease as lease_module
+from orchestrator.ledger import process as process_module
+from orchestrator.ledger import store as store_module
+from orchestrator.ledger.models import SCHEMA, Base, Wish
+from orchestrator.ledger.process import is_gone, this_process
 from orchestrator.tracking.bulk import write_decisions
 from orchestrator.tracking.records import DecisionRow
 from orchestrator.trial import (
@@ -400,15 +406,15 @@ def test_an_interrupted_sweep_is_marked_and_released(ledger: Ledger, sweep: Swee
         attempt = ledger.begin_attempt(trial.id, "host")
         ledger.finish(trial.id, attempt.number, Outcome(state, objective=1.0))
     running = ledger.begin_attempt(trials[3].id, "host")
-    ledger.abandon(sweep.id, "interrupted")
+    with ledger.hold(sweep.id) as lease:
+        lease.strike(TrialState.KILLED, SweepState.INTERRUPTED, "interrupted")
     assert [trial.number for trial in ledger.trials(sweep.id) if trial.state is TrialState.KILLED] == [3]
     # the worker was told to drain and still says how far it came
     assert ledger.finish(trials[3].id, running.number, Outcome(TrialState.KILLED, last_step=35, reason="interrupted"))
     assert ledger.trials(sweep.id)[3].last_step == 35
     assert [trial.number for trial in ledger.release_unfinished(sweep.id)] == [3]
     assert not ledger.finish(trials[3].id, running.number, Outcome(TrialState.KILLED))  # it waits for the next one
-    assert [trial.number for trial in ledger.release_unfinished(sweep.id, also=[TrialState.FAILED])] == [1]
-    assert [trial.number for trial in ledger.release_unfinished(sweep.id, numbers=[2])] == [2]
+    assert [trial.number for trial in ledger.release_unfinished(sweep.id, numbers=[1, 2])] == [1, 2]
     released = ledger.trials(sweep.id)[2]
     assert (released.state, released.objective, released.ended_at) == (TrialState.WAITING, None, None)
 
@@ -434,18 +440,76 @@ def test_a_trial_that_is_gone_is_said_to_be_gone(ledger: Ledger) -> None:
 # One driver
 
 
+def silent_for(engine: Engine, sweep: SweepRow, seconds: float) -> None:
+    """Makes the holder's last word so old."""
+    with engine.begin() as connection:
+        ago = f"clock_timestamp() - interval '{seconds} s'"
+        connection.execute(text(f"update {SCHEMA}.sweeps set heartbeat_at = {ago} where id = {sweep.id}"))
+
+
+def other_machine(engine: Engine, sweep: SweepRow) -> None:
+    """Lets the holder be a process of a machine that nobody here can look into."""
+    with engine.begin() as connection:
+        connection.execute(
+            text(f"update {SCHEMA}.sweeps set holder_process = 'boot pid:[1] 7 9' where id = {sweep.id}")
+        )
+
+
+@pytest.fixture
+def slow_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a lease says nothing by itself while the test runs."""
+    monkeypatch.setattr(lease_module, "BEAT_S", 3600.0)
+
+
+@pytest.fixture
+def long_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a server that was started days ago: this one may be younger than a lease."""
+    for name in ("LOOK", "HELD"):
+        statement = getattr(lease_module, name).replace("pg_postmaster_start_time()", "to_timestamp(0)")
+        monkeypatch.setattr(lease_module, name, statement)
+    monkeypatch.setattr(store_module, "LOOK", lease_module.LOOK)
+
+
 def test_a_second_holder_is_refused_and_told_who_holds(ledger: Ledger, sweep: SweepRow) -> None:
     other = new_sweep(ledger, "other")
-    with ledger.hold(sweep.id) as hold:
-        with pytest.raises(AlreadyExists, match=rf"run by {os.getpid()}@\S+ since 20\d\d-"), ledger.hold(sweep.id):
+    with ledger.hold(sweep.id) as lease:
+        said = rf"run by {os.getpid()}@\S+, last heard of 0 s ago: t\n  orch status t .*\n  orch cancel t"
+        with pytest.raises(AlreadyExists, match=said), ledger.hold(sweep.id):
             pass
         with ledger.hold(other.id):
-            assert hold.still_held()
+            lease.check()
+        assert ledger.holder(sweep.id).fence == lease.fence == 1
+    assert ledger.holder(sweep.id).name == ""
+    with ledger.hold(sweep.id) as lease:
+        assert lease.fence == 2
+
+
+@pytest.mark.usefixtures("slow_beat", "long_up")
+def test_a_holder_of_another_machine_has_a_minute_from_its_last_word(
+    ledger: Ledger, engine: Engine, sweep: SweepRow
+) -> None:
     with ledger.hold(sweep.id):
-        pass
+        other_machine(engine, sweep)
+        silent_for(engine, sweep, 50)
+        with pytest.raises(AlreadyExists, match=r"if that command is dead, the sweep is free in \d+ s"):
+            ledger.hold(sweep.id).__enter__()
+        silent_for(engine, sweep, 61)
+        with ledger.hold(sweep.id) as second:
+            assert second.fence == 2
 
 
-def test_a_killed_holder_frees_its_sweep(empty_database_url: str, ledger: Ledger, sweep: SweepRow) -> None:
+@pytest.mark.usefixtures("slow_beat")
+def test_the_time_in_which_the_database_was_away_is_nobodys_silence(
+    ledger: Ledger, engine: Engine, sweep: SweepRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ledger.hold(sweep.id):
+        silent_for(engine, sweep, 3600)
+        just_started = lease_module.LOOK.replace("pg_postmaster_start_time()", "clock_timestamp() - interval '5 s'")
+        monkeypatch.setattr(store_module, "LOOK", just_started)
+        assert not ledger.holder(sweep.id).is_stale
+
+
+def test_a_killed_holder_frees_its_sweep_at_once(empty_database_url: str, ledger: Ledger, sweep: SweepRow) -> None:
     program = (
         "import sys, time; from sqlalchemy import create_engine; from orchestrator.ledger import Ledger\n"
         "with Ledger(create_engine(sys.argv[1])).hold(int(sys.argv[2])):\n"
@@ -459,20 +523,156 @@ def test_a_killed_holder_frees_its_sweep(empty_database_url: str, ledger: Ledger
         with pytest.raises(AlreadyExists, match=f"{holder.pid}@"), ledger.hold(sweep.id):
             pass
         holder.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            with ledger.hold(sweep.id):
-                return
-        except AlreadyExists:  # the server has not noticed yet
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with ledger.hold(sweep.id) as lease:
+        assert lease.fence == 2
 
 
-def test_a_hold_whose_connection_is_cut_says_so(engine: Engine, ledger: Ledger, sweep: SweepRow) -> None:
-    with ledger.hold(sweep.id) as hold:
+@pytest.mark.usefixtures("slow_beat")
+def test_a_lease_outlives_its_connection(engine: Engine, ledger: Ledger, sweep: SweepRow) -> None:
+    with ledger.hold(sweep.id) as lease:
         with engine.begin() as connection:
-            cut = "select pg_terminate_backend(pid) from pg_stat_activity where application_name like 'orch sweep %'"
-            connection.execute(text(cut))
-        time.sleep(0.2)
-        assert not hold.still_held()
+            others = "datname = current_database() and pid <> pg_backend_pid()"
+            connection.execute(text(f"select pg_terminate_backend(pid) from pg_stat_activity where {others}"))
+        with pytest.raises(OperationalError):
+            lease.renew()
+        lease.renew()
+        assert ledger.holder(sweep.id).name.startswith(f"{os.getpid()}@")
+
+
+@pytest.mark.usefixtures("slow_beat", "long_up")
+def test_nothing_that_a_former_holder_writes_changes_anything(ledger: Ledger, engine: Engine, sweep: SweepRow) -> None:
+    with ledger.hold(sweep.id) as first:
+        old = ledger.under(first)
+        old.add_trials(sweep.id, [item(seed=seed) for seed in range(3)])
+        mine = old.claim(sweep.id)
+        assert mine is not None
+        attempt = old.begin_attempt(mine.id, "host")
+        silent_for(engine, sweep, 61)
+        with ledger.hold(sweep.id) as second:
+            ledger.under(second).release_unfinished(sweep.id)
+            before = contents(engine)
+            done = Outcome(TrialState.FINISHED, objective=9.0)
+            writes: list[Callable[[], object]] = [
+                lambda: old.add_trials(sweep.id, [item(seed=7)]),
+                lambda: old.set_run(mine.id, "a" * 32),
+                lambda: old.begin_attempt(mine.id, "host"),
+                lambda: old.finish(mine.id, attempt.number, done),
+                lambda: old.requeue(mine.id, attempt.number, replace(done, state=TrialState.WAITING)),
+                lambda: old.set_sweep_state(sweep.id, SweepState.FINISHED),
+                lambda: old.restate(sweep.id, [], spec={"a": 1}, source="", description="", reopened=True),
+                first.renew,
+            ]
+            for write in writes:
+                with pytest.raises(AlreadyExists, match="lost it"):
+                    write()
+            with pytest.raises(AlreadyExists, match="lost it"):
+                first.check()
+            assert old.claim(sweep.id) is None
+            assert old.release_unfinished(sweep.id) == []
+            first.strike(TrialState.KILLED, SweepState.FAILED, "late")
+            with engine.begin() as connection, pytest.raises(AlreadyExists):
+                first.guard(connection)
+            assert contents(engine) == before
+        first.release()
+        assert ledger.holder(sweep.id).fence == 2
+
+
+def contents(engine: Engine) -> list[object]:
+    """Every row of the tables that a driver writes, but for the heartbeat."""
+    tables = (f"(select id, spec, state, fence, holder from {SCHEMA}.sweeps)", f"{SCHEMA}.trials", f"{SCHEMA}.attempts")
+    with engine.connect() as connection:
+        return [
+            row for table in tables for row in connection.execute(text(f"select t::text from {table} as t order by 1"))
+        ]
+
+
+@pytest.mark.usefixtures("slow_beat", "long_up")
+def test_a_reaper_marks_what_a_silent_holder_left_and_the_holder_takes_it_back(
+    ledger: Ledger, engine: Engine, sweep: SweepRow
+) -> None:
+    marked: list[tuple[list[str], str]] = []
+
+    def mark(connection: object, run_ids: Sequence[str], state: str, reason: str) -> None:
+        marked.append((list(run_ids), state))
+
+    def reaped() -> list[str]:
+        with borrowed(engine) as connection:
+            return [holder.name for holder in lease_module.reap(connection, mark)]
+
+    with ledger.hold(sweep.id, mark) as lease:
+        held = ledger.under(lease)
+        held.set_sweep_state(sweep.id, SweepState.RUNNING)
+        held.add_trials(sweep.id, [item(seed=seed) for seed in range(3)])
+        trials = [trial for _ in range(2) if (trial := held.claim(sweep.id))]
+        attempts = [held.begin_attempt(trial.id, "host") for trial in trials]
+        held.set_run(trials[0].id, "a" * 32)
+        assert reaped() == []  # it lives
+        silent_for(engine, sweep, 61)
+        assert reaped() == [ledger.holder(sweep.id).name]
+        assert reaped() == []  # once is enough
+        assert marked == [(["a" * 32], "lost")]
+        lost = ledger.trials(sweep.id)
+        assert [trial.state for trial in lost] == [TrialState.LOST, TrialState.LOST, TrialState.WAITING]
+        assert re.fullmatch(rf"its command {os.getpid()}@\S+ has been silent since 20\d\d-.*", lost[0].reason)
+        assert ledger.sweep(sweep.id).state is SweepState.INTERRUPTED
+        # the second trial's worker ends before the holder says its next word
+        assert held.finish(trials[1].id, attempts[1].number, Outcome(TrialState.FINISHED, objective=1.0))
+        lease.renew()
+        assert marked[1:] == [(["a" * 32], "running")]
+        back = ledger.trials(sweep.id)
+        assert [trial.state for trial in back] == [TrialState.RUNNING, TrialState.FINISHED, TrialState.WAITING]
+        assert (back[0].reason, back[0].ended_at) == ("", None)
+        assert ledger.sweep(sweep.id).state is SweepState.RUNNING
+        assert held.finish(trials[0].id, attempts[0].number, Outcome(TrialState.FINISHED, objective=1.0))
+
+
+def test_a_reaper_passes_over_a_database_that_takes_no_writes(ledger: Ledger, engine: Engine, sweep: SweepRow) -> None:
+    with ledger.hold(sweep.id):
+        pass
+    with engine.begin() as connection:
+        gone = "holder = '7@here', holder_process = :process, heartbeat_at = clock_timestamp()"
+        process = re.sub(r"\d+ \d+$", "999999999 1", this_process())
+        connection.execute(text(f"update {SCHEMA}.sweeps set {gone}"), {"process": process})
+    with borrowed(engine) as connection:
+        connection.execute("set transaction read only")
+        assert lease_module.reap(connection, lease_module.no_runs) == []
+    assert ledger.holder(sweep.id).is_gone
+    with borrowed(engine) as connection:
+        assert [holder.name for holder in lease_module.reap(connection, lease_module.no_runs)] == ["7@here"]
+
+
+@pytest.mark.usefixtures("slow_beat")
+def test_a_wish_is_heard_once_by_whom_it_was_meant_for(ledger: Ledger, sweep: SweepRow) -> None:
+    with ledger.hold(sweep.id) as lease:
+        holder = ledger.holder(sweep.id)
+        assert ledger.ask_to_cancel(holder, now=False) is Wish.CANCEL
+        lease.renew()
+        assert lease.wanted is Wish.CANCEL
+        assert ledger.ask_to_cancel(holder, now=False) is Wish.CANCEL_NOW
+    assert ledger.ask_to_cancel(holder, now=False) is None
+    with ledger.hold(sweep.id) as lease:
+        assert ledger.ask_to_cancel(holder, now=True) is None  # meant for the one before
+        lease.renew()
+        assert lease.wanted is Wish.NONE
+
+
+# Which process that is
+
+
+def test_a_process_is_told_from_others_and_from_those_that_had_its_number() -> None:
+    sleeper = subprocess.Popen(["sleep", "60"])
+    machine = this_process().rsplit(" ", 2)[0]
+    started = process_module._start_time(sleeper.pid)
+    alive = f"{machine} {sleeper.pid} {started}"
+    assert not is_gone(this_process())
+    assert not is_gone(alive)
+    assert is_gone(f"{machine} {sleeper.pid} 1")  # another process has the number by now
+    assert not is_gone(f"another boot {sleeper.pid} 1")
+    assert not is_gone("")
+    sleeper.kill()
+    deadline = time.monotonic() + 10
+    while not is_gone(alive):  # dead, though nobody has waited for it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    sleeper.wait()
+    assert is_gone(alive)

@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psycopg
@@ -136,7 +136,13 @@ def test_the_reader_is_refused(owner: Database, reader: Database, query: str) ->
         "create temporary table mine (a int)",
         "create table orch.mine (a int)",
         "create table public.mine (a int)",
+        "create schema mine",
         "drop view orch.runs",
+        "select lo_create(0)",
+        "select lo_from_bytea(0, 'x')",
+        "set temp_file_limit = -1",
+        "set session_replication_role = replica",
+        "alter role current_user connection limit -1",
     ],
 )
 def test_the_rights_alone_refuse_it_too(owner: Database, reader: Database, query: str) -> None:
@@ -162,9 +168,42 @@ def test_the_role_itself_carries_the_limits(owner: Database, reader: Database) -
         "search_path": ("orch",),
         "default_transaction_read_only": ("on",),
         "statement_timeout": ("1min",),
+        "lock_timeout": ("10s",),
         "idle_in_transaction_session_timeout": ("5min",),
         "jit": ("off",),
     }
+
+
+def test_a_query_that_fills_the_disk_is_cut(owner: Database, reader: Database) -> None:
+    limit = "alter role {} set temp_file_limit = '{}'"
+    assert run_query(reader, "show temp_file_limit").rows == [("1GB",)]
+    with owner.connect(autocommit=True) as connection:
+        connection.execute(limit.format(reader.user, "1MB"))
+        try:
+            with pytest.raises(QueryError, match="temporary file size exceeds"):
+                run_query(reader, "select count(*) from generate_series(1, 10000000000)")
+        finally:
+            connection.execute(limit.format(reader.user, "1GB"))
+
+
+def test_readers_leave_connections_for_others(owner: Database, reader: Database) -> None:
+    with ExitStack() as stack:
+        for _ in range(reader_module.MAX_CONNECTIONS):
+            stack.enter_context(psycopg.connect(**reader.psycopg_kwargs))
+        with pytest.raises(DatabaseUnavailable, match="too many connections for role"):
+            run_query(reader, "select 1")
+        with owner.connect() as connection:
+            assert connection.execute("select 1").fetchone() == (1,)
+
+
+def test_a_reader_waits_for_no_lock_longer_than_it_should(
+    owner: Database, reader: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(reader_module.SESSION, "lock_timeout", "50ms")
+    with owner.connect() as connection:
+        connection.execute("lock table orch.runs in access exclusive mode")
+        with pytest.raises(QueryError, match="lock timeout"):
+            run_query(reader, "select count(*) from runs")
 
 
 def test_the_reader_cannot_log_in_with_another_password(reader: Database) -> None:

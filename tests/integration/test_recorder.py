@@ -50,6 +50,8 @@ class Place:
         self.url = url
         mlflow_schema.create(url)
         self.store = SqlAlchemyStore(mlflow_schema.mlflow_uri(url), artifacts.as_uri())
+        with self.store.engine.connect() as connection:
+            ledger.upgrade(connection)
         self.experiment_id = self.store.create_experiment("sweep")
 
     def new_run(self) -> str:
@@ -378,6 +380,43 @@ def test_points_of_deleted_runs_stay_in_the_journal_until_the_run_is_back(
     assert journal is not None
     assert {record[1] for record in journal.remaining()} == {other_database}
     journal.close()
+
+
+def test_what_a_replaced_attempt_measures_after_its_successor_began_is_not_written(
+    place: Place, open_recorder: Callable[..., Recorder]
+) -> None:
+    run_id = place.new_run()
+    [(began_ms, trial_id)] = place.ask(
+        """
+        with sweep as (
+            insert into orch_ledger.sweeps (name, workload, spec, metric, mode)
+            values ('late', 'w', '{}', 'loss', 'min')
+            returning id
+        ),
+        trial as (
+            insert into orch_ledger.trials (id, sweep_id, number, params, config, config_hash, cell)
+            select 1000000, id, 0, '{}', '{}', 'h', '{}' from sweep
+            returning id
+        )
+        insert into orch_ledger.attempts (trial_id, number, first_step, started_at)
+        select trial.id, attempt.*
+        from trial, (values (1, 0, to_timestamp(1000)), (2, 31, to_timestamp(2000)))
+            as attempt (number, first_step, started_at)
+        returning (extract(epoch from started_at) * 1000)::int8, trial_id
+        """
+    )[1:]
+    recorder = open_recorder(place.connect)
+
+    def measured(attempt: int, step: int, timestamp_ms: int) -> Points:
+        return Points(run_id, trial_id, attempt, step, timestamp_ms, {"loss": float(attempt)})
+
+    early = [measured(1, step, began_ms - 100 + step) for step in (29, 30, 31, 32)]  # hidden, but they were there
+    recorder.record([*early, measured(1, 33, began_ms), measured(1, 34, began_ms + 50), measured(2, 31, began_ms + 60)])
+    recorder.record([measured(1, 12, began_ms + 70)])  # its clock was ahead: nothing supersedes this step
+    assert recorder.drain(20)
+    assert recorder.close(10.0).is_empty
+    written = [(step, value) for _, value, _, step, _ in place.metrics(run_id)]
+    assert sorted(written) == [(12, 1.0), (29, 1.0), (30, 1.0), (31, 1.0), (31, 2.0), (32, 1.0)]
 
 
 def test_findings_arrive_once_and_survive_text_that_postgres_has_no_room_for(

@@ -13,6 +13,7 @@ import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import psycopg
@@ -72,6 +73,15 @@ def test_no_password_is_on_a_command_line_or_in_a_log_and_the_connections_are_fe
         query = "select count(*) from pg_stat_activity where datname = current_database() and application_name = %s"
         [[num_connections]] = connection.execute(query, [serve.MLFLOW_SESSION]).fetchall()
     assert 1 <= num_connections <= 4
+
+
+def test_both_servers_and_all_their_workers_listen_on_loopback_only(ui: Any) -> None:
+    family = descendants(ui.process.pid)
+    listening = [
+        one.laddr for process in family for one in process.net_connections() if one.status == psutil.CONN_LISTEN
+    ]
+    assert {urlsplit(ui.mlflow).port, urlsplit(ui.dashboards).port} <= {address.port for address in listening}
+    assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
 def test_ctrl_c_stops_both_with_their_workers_and_leaves_the_database_up(page_lab: Any, ui_on: Any) -> None:

@@ -20,12 +20,12 @@ from orchestrator.database import view_catalog
 from orchestrator.database.connection import Database
 from orchestrator.errors import NotFound
 from orchestrator.ledger import Ledger, SweepRow, TrialRow, upgrade
-from orchestrator.tracking.bulk import write_decisions
-from orchestrator.tracking.records import DecisionRow
+from orchestrator.tracking.bulk import write_decisions, write_logs
+from orchestrator.tracking.records import DecisionRow, LogLine
 from orchestrator.trial import Action, Candidate, Decision, Finding, Outcome, Severity, TrialState, config_hash
 
 COLUMNS = {"c_z": "double precision", "k": "bigint", "seed": "bigint"}
-CORE = ("sweeps", "runs", "metrics", "final_metrics", "findings", "decisions", "stability")
+CORE = ("sweeps", "runs", "metrics", "final_metrics", "findings", "decisions", "logs", "stability")
 NOON = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)  # attempts start when a test says, not now
 NAN, INF = math.nan, math.inf
 
@@ -357,6 +357,7 @@ def test_an_archived_sweep_is_in_no_view(lab: Lab) -> None:
     lab.log(trial, "loss", {0: 1.0})
     lab.ledger.add_findings(sweep.id, [(trial.id, 1, Finding("spike", Severity.INFO, "up"))])
     lab.decide(trial, Decision(0, 1, 1.0, Action.STOP, "rung 1"))
+    write_logs(lab.connection, [LogLine(sweep.id, trial.id, 1, "stdout", 0, "hello", 0)])
     view_catalog.rebuild_sweep_view(lab.connection, "old")
     counts = [lab.ask(f"select count(*) from orch.{view} where sweep like 'old%'")[0][0] for view in CORE]
     assert counts == [1] * len(CORE)
@@ -378,6 +379,7 @@ def test_the_views_have_the_promised_columns_in_the_promised_order(lab: Lab) -> 
         "final_metrics": "run_id, sweep, key, last, last_step, min, max, last_finite, nonfinite",
         "findings": "sweep, trial, run_id, check_name, severity, step, value, threshold, message, advice",
         "decisions": "sweep, trial, run_id, attempt, step, value, action, reason, source, params, decided_at",
+        "logs": "sweep, trial, attempt, stream, line_number, line, written_at",
         "stability": "sweep, cell, n, diverged, unstable, share, low, high",
     }
     for view, columns in promised.items():
@@ -661,16 +663,17 @@ def test_the_queries_of_the_documentation_answer(lab: Lab) -> None:
         lab.log(trial, "router/load/0", {10: 0.5})
         lab.ledger.add_findings(sweep.id, [(trial.id, 1, Finding("dead_expert", Severity.WARNING, "one is dead"))])
         lab.decide(trial, Decision(seed, 10, last, Action.CONTINUE, "rung 10"))
+        write_logs(lab.connection, [LogLine(sweep.id, trial.id, 1, "stderr", 0, "UserWarning: beware", 0)])
         lab.end(trial, TrialState.DIVERGED if seed == 2 else TrialState.FINISHED)
     view_catalog.rebuild_sweep_view(lab.connection, "zloss")
     lab.connection.execute("set search_path = orch")
     text = (Path(__file__).parents[2] / "docs" / "sql.md").read_text()
     answers = [lab.ask(query) for query in re.findall(r"```sql\n(.*?)```", text, re.DOTALL)]
     lab.connection.execute("set search_path = public")
-    assert len(answers) == 12
+    assert len(answers) == 13
     assert answers[0] == []  # the only query about running sweeps
     assert answers[7] == []  # routers that died: tests/integration/test_health_reports.py
-    assert all(answers[1:7] + answers[8:9] + answers[10:])
+    assert all(answers[1:7] + answers[8:10] + answers[11:])
     mean, best = answers[-2:]
     assert mean == [(0.0, 1.5, pytest.approx(math.sqrt(0.5)), 0), (1e-3, None, None, 1)]
     assert [row[-1] for row in best] == [1.0, 2.0]

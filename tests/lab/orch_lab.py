@@ -5,11 +5,14 @@ Those that say `vars(config)` thereby read all of it: the tests that sweep their
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import resource
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -105,6 +108,10 @@ class Odd:
             sys.exit(0)
         if config.do == "raise":
             raise RuntimeError("a planted failure")
+        if config.do == "leak":
+            words = Path(config.file).read_text()
+            print(words.splitlines()[0], file=sys.stderr)
+            raise ConnectionError(f"cannot connect to {words}")
         if config.do == "need_file" and not Path(config.file).exists():
             raise FileNotFoundError(config.file)
         if config.do in ("nan", "inf", "-inf"):
@@ -162,6 +169,47 @@ class Witness:
         )
 
 
+class Brittle:
+    """Dies on nodes whose environment says so; elsewhere it lasts until that has happened three times."""
+
+    class Config(WorkloadConfig):
+        graves: str
+        seed: int = 0
+
+    metrics = ("num_graves",)
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        vars(config)
+        if os.environ.get("ORCH_LAB_BAD_NODE"):
+            Path(config.graves, str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while (num_graves := len(list(Path(config.graves).iterdir()))) < 3 and not context.stopping:
+            time.sleep(0.02)
+        yield Report(1, {"num_graves": num_graves})
+
+
+class Hungry:
+    """Asks for more memory than its process may have, as many times as told; says where and when it ran."""
+
+    class Config(WorkloadConfig):
+        times: int = 0
+        sleep_s: float = 0.0
+        seed: int = 0
+
+    metrics = ("pid", "began", "ended")
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        vars(config)
+        began = time.time()
+        time.sleep(config.sleep_s)
+        if context.attempt <= config.times:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + 2**29
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            bytearray(2**30)
+        yield Report(1, {"pid": os.getpid(), "began": began, "ended": time.time()})
+
+
 class Counter:
     """Counts to `steps`, goes on from a saved count, and is killed at a step of its first attempt when asked to."""
 
@@ -169,6 +217,8 @@ class Counter:
         steps: int = 100
         sleep_s: float = 0.0
         die_at: int = 0
+        raise_at: int = 0
+        cure: str = ""  # a file; once it is there nothing is raised
         seed: int = 0
 
     metrics = ("train/loss", "count")
@@ -183,6 +233,8 @@ class Counter:
                 return
             time.sleep(config.sleep_s)
             count += 1
+            if count == config.raise_at and not (config.cure and Path(config.cure).exists()):
+                raise RuntimeError(f"a planted failure at {count} in /tmp/{context.trial}")
             if context.should_report(count) or count == config.steps:
                 yield Report(count, {"train/loss": 1 / count, "count": count})
             if context.checkpoint.due(count) and count < config.steps:
@@ -289,3 +341,33 @@ class Watched:
                 context.checkpoint.save(step, str(step).encode())
             if step == config.die_at and context.attempt == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Talker:
+    """Prints in every way there is, and waits for the file `until`; `fail` ends it with an exception."""
+
+    class Config(WorkloadConfig):
+        x: float = fusible(0.0)
+        steps: int = 2
+        until: str = ""
+        fail: bool = False
+
+    metrics = ("val/loss",)
+
+    def run(self, config: Config, context: Context) -> Iterator[Report]:
+        vars(config)
+        logging.basicConfig()
+        print("one\ntwo", end="\n\n")
+        print("three", file=sys.stderr)
+        logging.getLogger("talker").warning("x is %g", config.x)
+        warnings.warn(f"x={config.x:g} is no number of mine", stacklevel=1)
+        print("\x1b[31mred\x1b[0m postgresql://me:sesame@host/db")
+        for step in range(1, config.steps + 1):
+            print(f"\rstep {step}/{config.steps}", end="")
+            yield Report(step, {"val/loss": config.x + 1 / step})
+        print()
+        while config.until and not Path(config.until).exists() and not context.stopping:
+            time.sleep(0.02)
+        if config.fail:
+            raise ValueError("a planted failure")
+        print("the end", end="")

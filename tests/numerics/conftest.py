@@ -23,6 +23,7 @@ class Shelf:
 
     every: int | None = None
     state: bytes | None = None
+    is_kept: bool = False
     steps: list[int] = field(default_factory=list)
 
     def load(self) -> bytes | None:

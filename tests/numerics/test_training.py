@@ -225,11 +225,14 @@ def test_checkpoints_are_written_when_due_and_when_told_to_stop(lonely: Any):
     assert context.checkpoint.steps == [2, 4, 5]
 
 
-def test_the_last_step_is_not_saved_for_there_is_nothing_left_to_resume(lonely: Any):
+@pytest.mark.parametrize(("is_kept", "steps"), [(False, [3]), (True, [3, 6])])
+def test_the_last_step_is_saved_only_for_a_person_since_nothing_is_left_to_resume(
+    lonely: Any, is_kept: bool, steps: list[int]
+):
     context = lonely()
-    context.checkpoint.every = 3
+    context.checkpoint.every, context.checkpoint.is_kept = 3, is_kept
     list(CharGpt().run(CharConfig(**TINY), context))
-    assert context.checkpoint.steps == [3]
+    assert context.checkpoint.steps == steps
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])

@@ -163,7 +163,10 @@ def test_work_is_done_again_after_the_database_is_back_and_the_person_is_told_tw
     again = failing(1, wrapped(psycopg.OperationalError("still gone")))
     assert patiently(first, lambda: order.append("again") or again()) == "done"
     assert order == ["back", "again", "back", "again"]
-    assert [text.split(" (")[0] for text in said] == ["the database does not answer", "the database is back after 0 s"]
+    assert [text.split(" (")[0] for text in said] == [
+        "the database takes nothing at the moment",
+        "the database is back after 0 s",
+    ]
 
 
 @pytest.mark.usefixtures("quick")

@@ -122,6 +122,24 @@ def test_every_service_has_a_health_check_or_says_why_not(services: Mapping[str,
         assert service.get("healthcheck", {}).get("test") or service.get("x-no-healthcheck"), name
 
 
+def test_the_database_is_published_by_the_override_only_and_on_loopback(services: Mapping[str, Any]):
+    assert "ports" not in services["postgres"]
+    outside = YAML(typ="safe").load((ROOT / "docker/outside.yml").read_text())["services"]
+    assert outside == {"postgres": {"ports": ["127.0.0.1:${POSTGRES_PORT:-5432}:5432"]}}
+
+
+def test_only_the_head_of_the_ray_nodes_knows_the_database(services: Mapping[str, Any]):
+    knowing = {name for name in RAY_SERVICES if "ORCH_DATABASE_URL" in variables(services[name])}
+    assert knowing == {"ray-head", "orch"}  # submitted sweeps are driven on the head
+
+
+def test_what_a_dead_container_left_in_its_journal_is_found_by_the_next_one(services: Mapping[str, Any]):
+    for name in RAY_SERVICES:
+        assert variables(services[name])["ORCH_JOURNAL_DIR"] == "/journal"
+        assert variables(services[name])["ORCH_JOURNAL_HOST"], "the names of containers change"
+        assert "journal:/journal" in services[name]["volumes"]
+
+
 def test_all_nodes_find_artifacts_under_the_same_path(services: Mapping[str, Any]):
     root = variables(services["orch"])["ORCH_ARTIFACT_ROOT"]
     assert root.startswith("file:///shared/")

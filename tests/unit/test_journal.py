@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -214,3 +215,17 @@ def test_numpy_and_torch_scalars_count_as_numbers() -> None:
     metrics = checked(Points("r", 1, 1, numpy.int64(7), 5, values)).metrics
     assert {type(value) for value in metrics.values()} == {float}
     assert [metrics[name] for name in "abcd"] == [0.5, 3.0, 0.25, 1.0]
+
+
+def test_containers_that_share_a_machine_find_each_others_journals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCH_JOURNAL_HOST", "compose")
+    monkeypatch.setattr(socket, "gethostname", lambda: "f9ad481bc036")
+    dead = Journal.create(tmp_path)
+    dead.append([{"point": 1}])
+    os.close(dead._lock)  # as when its process dies
+    monkeypatch.setattr(socket, "gethostname", lambda: "60dbc7814580")
+    assert orphans(tmp_path) == [dead.folder]
+    monkeypatch.delenv("ORCH_JOURNAL_HOST")
+    assert orphans(tmp_path) == [], "another machine's, as far as one can tell"

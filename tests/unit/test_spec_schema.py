@@ -52,6 +52,7 @@ stop: {diverged: false, on: [loss_spike]}
 health: {thresholds: {spike_sigmas: 8}}
 log_every: 10
 checkpoint_every: 100
+keep_checkpoints: true
 preflight: false
 tags: {team: router, year: 2024}
 """

@@ -15,6 +15,8 @@ from orchestrator.workload import Checkpoint, stream_seed
 class NoCheckpoint:
     """Is never due and keeps nothing."""
 
+    is_kept = False
+
     def load(self) -> bytes | None:
         return None
 
@@ -33,6 +35,7 @@ class Alone:
     log_every: int = 10
     thresholds: Mapping[str, float] = field(default_factory=dict)
     device: str = "cpu"
+    gpu_share: float = 0.0
     trial: int = 0
     attempt: int = 1
     findings: list[Finding] = field(default_factory=list)

@@ -137,7 +137,7 @@ def train(workload: TrainingWorkload, config: TrainingConfig, context: Context) 
         update, hyper = training.advance()
         if training.is_reported() or training.health.news:
             yield training.report(update, hyper)
-        if context.checkpoint.due(training.step) and training.step < config.steps:  # the last step's result is said
+        if training.is_saved():
             training.save()
 
 
@@ -196,6 +196,11 @@ class Training:
 
     def is_reported(self) -> bool:
         return self.context.should_report(self.step) or self.step == self.config.steps
+
+    def is_saved(self) -> bool:
+        """The last step's result is said; its state is of use to a person only."""
+        checkpoint = self.context.checkpoint
+        return checkpoint.is_kept if self.step == self.config.steps else checkpoint.due(self.step)
 
     def draw_window(self) -> list[Batch]:
         stream = self.context.seed("noise")

@@ -1,6 +1,7 @@
 -- orch.sweeps: one row a sweep; archived sweeps are left out of this and of all other views.
 --
---   sweep, workload, state   state: created, running, finished, interrupted (also by its time budget), failed
+--   sweep, workload, state   state: created, running, finished, interrupted (also by its time budget, or because its
+--                            command died), cancelled, failed
 --   trials                   all its trials so far, whatever their state
 --   finished .. waiting      trials in that state; the eight add up to `trials`
 --   started_at, ended_at     null: not started; not ended, or running again
@@ -9,6 +10,7 @@
 --   experiment_id            MLflow's; null until there is one
 --   description, tags, created_at   the head comment of the file; its tags; when the sweep was made
 --   spec                     the resolved file: params with their domains, axes in the order of the file, search, ...
+--   holder, heartbeat_at     `<pid>@<host>` of the command that drives it, and its last word; null: nobody does
 create view orch.sweeps as
 select
     sweep.name as sweep,
@@ -32,7 +34,9 @@ select
     sweep.description,
     sweep.tags,
     sweep.created_at,
-    sweep.spec
+    sweep.spec,
+    case when sweep.heartbeat_at is not null then nullif(sweep.holder, '') end as holder,
+    case when sweep.holder <> '' then sweep.heartbeat_at end as heartbeat_at
 from orch_ledger.sweeps as sweep
 left join orch.runs as run on run.sweep = sweep.name
 where sweep.archived_at is null

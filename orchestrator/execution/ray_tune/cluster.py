@@ -13,6 +13,7 @@ from pathlib import Path
 
 from orchestrator.errors import ResourceError
 from orchestrator.execution.ray_tune import environment
+from orchestrator.execution.ray_tune.undisturbed import undisturbed
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024  # trials pass a few kilobytes through it
 NAMESPACE = "orch"
@@ -55,6 +56,8 @@ class Cluster:
             return fits
         most_gpus = max((node.gpus for node in self.nodes), default=0)
         most_cpus = max((node.cpus for node in self.nodes), default=0)
+        if most_cpus == 0:
+            raise ResourceError("the cluster has no worker yet; start one, or wait for those that are starting")
         if gpu > most_gpus:
             raise ResourceError(f"resources.gpu  a trial needs {gpu:g} GPU, have {most_gpus:g}; set resources.gpu: 0")
         raise ResourceError(
@@ -69,20 +72,21 @@ def local_cluster(scratch: Path, token_file: Path) -> Iterator[Cluster]:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*_python_path(), str(Path.cwd())]))
     import ray
 
-    ray.init(
-        address="local",  # without it Ray attaches to any cluster it finds
-        namespace=NAMESPACE,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(scratch),
-    )
+    with undisturbed(), environment.without_logins():
+        ray.init(
+            address="local",  # without it Ray attaches to any cluster it finds
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(scratch),
+        )
     try:
         yield Cluster(alive_nodes(), is_local=True, scratch=scratch)
     finally:
         ray.shutdown()
-        shutil.rmtree(scratch, ignore_errors=True)  # a session leaves 5 MB that nobody deletes
+        leave(scratch)
 
 
 @contextlib.contextmanager
@@ -95,13 +99,14 @@ def attached_cluster(address: str, scratch: Path, packages: Sequence[str]) -> It
     import ray
 
     try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level="ERROR",
-            runtime_env={"py_modules": [str(_folder_of(package)) for package in packages]},
-        )
+        with undisturbed():
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level="ERROR",
+                runtime_env={"py_modules": [str(folder_of(package)) for package in packages]},
+            )
     except (ConnectionError, ValueError, RuntimeError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ResourceError(
@@ -111,18 +116,35 @@ def attached_cluster(address: str, scratch: Path, packages: Sequence[str]) -> It
         yield Cluster(alive_nodes(), is_local=False, scratch=scratch)
     finally:
         ray.shutdown()
+        leave(scratch)
+
+
+def leave(scratch: Path) -> None:
+    """A session leaves 5 MB that nobody deletes; the folder around ours goes with the last command that used it."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        scratch.parent.rmdir()
 
 
 def _python_path() -> list[str]:
     return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
 
 
-def _folder_of(package: str) -> Path:
+def folder_of(package: str) -> Path:
+    """Where a top-level package, or a module that is a single file, was found."""
     module = sys.modules.get(package) or __import__(package)
     if module.__file__ is None:
         return Path(next(iter(module.__path__)))
     file = Path(module.__file__)
     return file.parent if file.name == "__init__.py" else file
+
+
+def node_of_actor(actor_id: str) -> str:
+    """Where an actor lives or died; empty when Ray does not know. A private name of Ray 2.60, guarded by a test."""
+    import ray
+
+    address = ray._private.state.actors(actor_id).get("Address", {})
+    return str(address.get("NodeID", ""))
 
 
 def alive_nodes() -> tuple[Node, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,15 +21,19 @@ from ray.tune.search import Searcher
 
 from orchestrator.execution.job import Feed, Job, outcome_from_json
 from orchestrator.execution.ray_tune.arbiter import Arbiter
-from orchestrator.execution.ray_tune.cluster import Cluster, alive_nodes
+from orchestrator.execution.ray_tune.cluster import Cluster, Node, alive_nodes, node_of_actor
 from orchestrator.execution.ray_tune.recorder_actor import Recorders
-from orchestrator.execution.ray_tune.worker import SILENCE_GRACE_S, TrialWorker
+from orchestrator.execution.ray_tune.worker import SILENCE_GRACE_S, Spent, TrialWorker
 from orchestrator.tracking.recorder import Remainder
 from orchestrator.trial import Failure, Outcome, TrialState
 
 POLL_S = 0.02
 CLOSE_TIMEOUT_S = 60.0
 LOOK_AROUND_S = 0.5
+NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
+ACTOR_ID = re.compile(r"actor_id[:=] ?([0-9a-f]{32})")  # in Ray's words about a worker that died
+MEMORY_MONITOR = re.compile(r"killed due to the node running low on memory|exit type: NODE_OUT_OF_MEMORY")
+SPENT = re.compile(rf"\b{Spent.__name__}: (\{{.*\}})$", re.MULTILINE)
 
 T = TypeVar("T")
 
@@ -35,10 +41,11 @@ T = TypeVar("T")
 class JobSearcher(Searcher):  # type: ignore[misc]
     """Tune's view of a `Feed`. Never returns None while nothing runs: Tune would sleep and ignore Ctrl-C."""
 
-    def __init__(self, feed: Feed, recorder_prefix: str, arbiter_name: str) -> None:
+    def __init__(self, feed: Feed, recorders: Recorders, arbiter_name: str, room: Callable[[], int]) -> None:
+        """`room`: for how many workers there is place; at least one."""
         super().__init__()
-        self._feed = feed
-        self._names = {"recorder": recorder_prefix, "arbiter": arbiter_name}  # where workers find them
+        self._feed, self._recorders, self._room = feed, recorders, room
+        self._names = {"recorder": recorders.prefix, "arbiter": arbiter_name}  # where workers find them
         self.running: dict[str, tuple[Job, float]] = {}
         self.errors: dict[str, str] = {}
         self.failure: Exception | None = None  # of the feed; raised when Tune has come to its end
@@ -49,14 +56,17 @@ class JobSearcher(Searcher):  # type: ignore[misc]
     def set_search_properties(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
-    def suggest(self, trial_id: str) -> dict[str, str] | str | None:
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
         while True:
             if self.stopping:
                 return str(Searcher.FINISHED)
+            if len(self.running) >= self._room():
+                return None
             job = self.guarded(self._feed.next_job)
             if job is not None:
                 self.running[trial_id] = (job, time.monotonic())
-                return {"job": job.to_json(), "workload": job.workload, **self._names}
+                place = {"alone": job.alone, "avoid": sorted(self._feed.avoided)}
+                return {"job": job.to_json(), "workload": job.workload, **self._names, **place}
             if self.failure is not None or self._feed.exhausted():
                 return str(Searcher.FINISHED)
             if self.running:
@@ -65,11 +75,20 @@ class JobSearcher(Searcher):  # type: ignore[misc]
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         job, started = self.running.pop(trial_id)
-        if result and "outcome" in result:
-            outcome = outcome_from_json(result["outcome"])
+        error_text = self.errors.pop(trial_id, "")
+        if told := result.get("outcome") if result else _told_by_spent_worker(error_text):
+            outcome = outcome_from_json(told)
         else:
-            outcome = _outcome_of_dead_worker(job, time.monotonic() - started, self.errors.pop(trial_id, ""))
+            outcome = self._of_dead_worker(job, time.monotonic() - started, error_text)
         self.guarded(lambda: self._feed.ended(job, outcome))
+
+    def _of_dead_worker(self, job: Job, ran_s: float, error: str) -> Outcome:
+        actor = ACTOR_ID.search(error)
+        outcome = replace(_outcome_of_dead_worker(job, ran_s, error), node=node_of_actor(actor[1]) if actor else "")
+        if outcome.failure is Failure.WORKER_DEATH and self._recorders.memory_kill(outcome.node):
+            reason = "the kernel killed the worker process for want of memory"
+            return replace(outcome, failure=Failure.OUT_OF_MEMORY, reason=reason)
+        return outcome
 
     @property
     def stopping(self) -> bool:
@@ -90,17 +109,25 @@ class JobSearcher(Searcher):  # type: ignore[misc]
         """Nothing to restore: the ledger is the truth."""
 
 
+def _told_by_spent_worker(error: str) -> str:
+    """The outcome that a worker's `Spent` carries; empty for any other end."""
+    found = SPENT.findall(error)
+    return str(found[-1]) if found else ""
+
+
 def _outcome_of_dead_worker(job: Job, ran_s: float, error: str) -> Outcome:
     if job.trial_time_s and ran_s >= job.trial_time_s + SILENCE_GRACE_S:
         reason = f"no report within trial_time = {job.trial_time_s:g} s; its worker was ended"
         return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.TIMEOUT)
-    if "creation task" in error or "died" not in error:  # Ray's words when a worker's set-up raised
+    is_gone = "died" in error or "is unavailable" in error  # the latter where its whole machine went
+    if MEMORY_MONITOR.search(error):
+        reason = "Ray ended the worker process because its node was running low on memory"
+        return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.OUT_OF_MEMORY)
+    if "creation task" in error or not is_gone:  # Ray's words when a worker's set-up raised
         last_line = next((line for line in reversed(error.strip().split("\n")) if line.strip()), "no reason given")
         reason = f"the worker could not start: {last_line}"[:500]
-        return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.EXCEPTION)
-    kind = re.search(r"exit type: (\w+)", error)
-    cause = {"NODE_OUT_OF_MEMORY": "its node ran out of memory"}.get(kind[1] if kind else "", "killed, or a crash")
-    reason = f"the worker process died ({cause})"
+        return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.WORKER_START)
+    reason = "the worker process died (killed, or a crash)"
     return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.WORKER_DEATH)
 
 
@@ -112,23 +139,26 @@ class Slots(FIFOScheduler):  # type: ignore[misc]
         feed: Feed,
         searcher: JobSearcher,
         recorders: Recorders,
-        node_ids: Callable[[], list[str]],
+        nodes: Callable[[], list[Node]],
         num_workers: int,
     ) -> None:
         super().__init__()
         self._feed, self._searcher, self._recorders, self._num_workers = feed, searcher, recorders, num_workers
-        self._node_ids = node_ids
-        self._kept = False
+        self._nodes = nodes
+        self._kept: Any = None  # how the workers are placed that stay
         self._looked_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        if not self._kept:  # a private name of Ray 2.60: without this Tune keeps one idle worker only
-            self._kept = True
+        placement = trial.placement_group_factory
+        if placement != self._kept:  # a private name of Ray 2.60: without this Tune keeps one idle worker only
             cache = tune_controller._tune_controller._actor_cache
-            cache.increase_max(trial.placement_group_factory, by=self._num_workers)
+            cache.increase_max(placement, by=self._num_workers)
+            if self._kept is not None:  # workers that are placed otherwise go as soon as they are idle
+                cache.decrease_max(self._kept, by=self._num_workers)
+            self._kept = placement
         super().on_trial_add(tune_controller, trial)
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
@@ -140,7 +170,10 @@ class Slots(FIFOScheduler):  # type: ignore[misc]
 
     def _look_around(self) -> None:
         """Nodes that joined get a recorder; all recorders hear of a stop, also one that has just been restarted."""
-        self._recorders.ensure(self._node_ids())
+        nodes = self._nodes()
+        self._recorders.ensure(node.node_id for node in nodes)
+        self._feed.troubled(self._recorders.trouble())
+        self._feed.placeable({node.node_id: node.host for node in nodes})
         if self._searcher.stopping:
             self._recorders.stop_trials()
 
@@ -184,21 +217,26 @@ def run_on_ray(
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     recorders = Recorders(f"recorder-{uuid.uuid4().hex[:8]}", database_url, journal_folder)
 
-    def node_ids() -> list[str]:
-        nodes = cluster.nodes if cluster.is_local else alive_nodes()
-        return [node.node_id for node in nodes if node.capacity(cpu, gpu)]
+    def nodes() -> list[Node]:
+        return [node for node in (cluster.nodes if cluster.is_local else alive_nodes()) if node.capacity(cpu, gpu)]
+
+    def room() -> int:
+        if not feed.avoided:
+            return num_workers
+        fits = sum(node.capacity(cpu, gpu) for node in nodes() if node.node_id not in feed.avoided)
+        return max(1, min(num_workers, fits))
 
     arbiter_name = f"{recorders.prefix}-arbiter" if feed.case else ""  # nobody judges: such a sweep pays nothing
     arbiter = Arbiter.start(arbiter_name, feed.case, database_url) if feed.case else None
-    recorders.ensure(node_ids())
+    recorders.ensure(node.node_id for node in nodes())
     if arbiter is not None:
         recorders.drain(CLOSE_TIMEOUT_S)  # decisions that a dead command left in its journal count
         feed.judged_by(arbiter)
-    searcher = JobSearcher(feed, recorders.prefix, arbiter_name)
+    searcher = JobSearcher(feed, recorders, arbiter_name, room)
     storage = cluster.scratch / "tune"
     try:
         with no_stealing():
-            slots = Slots(feed, searcher, recorders, node_ids, num_workers)
+            slots = Slots(feed, searcher, recorders, nodes, num_workers)
             _tuner(searcher, slots, storage, num_workers, cpu, gpu).fit()
     finally:
         shutil.rmtree(storage, ignore_errors=True)
@@ -209,11 +247,23 @@ def run_on_ray(
     return remainders
 
 
+def placement_of(cpu: float, gpu: float, config: Mapping[str, Any]) -> tune.PlacementGroupFactory:
+    """Where the worker of a trial goes: to any node but the avoided ones.
+
+    Tune gives a trial only workers that were placed as it is. One that trains alone is placed as no other is: it gets a
+    new process, and those of the others, with all that they hold of a GPU's memory, end before.
+    """
+    avoid: Sequence[str] = config["avoid"]
+    selector = {"bundle_label_selector": [{NODE_LABEL: f"!in({','.join(avoid)})"}]} if avoid else {}
+    strategy = "STRICT_PACK" if config["alone"] else "PACK"  # the same for a single bundle
+    return tune.PlacementGroupFactory([{"CPU": cpu, "GPU": gpu}], strategy=strategy, **selector)
+
+
 def _tuner(searcher: JobSearcher, slots: Slots, storage: Path, num_workers: int, cpu: float, gpu: float) -> tune.Tuner:
     shutil.rmtree(storage, ignore_errors=True)
     storage.mkdir(mode=0o700, parents=True)
     return tune.Tuner(
-        tune.with_resources(TrialWorker, {"cpu": cpu, "gpu": gpu}),
+        tune.with_resources(TrialWorker, functools.partial(placement_of, cpu, gpu)),
         tune_config=tune.TuneConfig(
             search_alg=searcher,
             scheduler=slots,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Measured on Ray 2.60: without these Tune imports TensorBoardX (and with it torch) in the driver, writes a snapshot
@@ -21,6 +23,7 @@ TUNE_AND_RAY = {
     "RAY_AIR_NEW_OUTPUT": "0",  # the new display prints a banner even when told to be silent
 }
 USAGE_STATISTICS = "RAY_USAGE_STATS_ENABLED"
+LOGINS = ("ORCH_DATABASE_URL", "ORCH_READER_URL")
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -36,3 +39,13 @@ def prepare(token_file: Path | None) -> None:
     elif any(os.environ.get(name) for name in TOKEN_VARIABLES):
         # Ray turns token authentication on by itself for local clusters only, not for explicit addresses.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+@contextlib.contextmanager
+def without_logins() -> Iterator[None]:
+    """Processes started here do not inherit the database's password: it reaches the recorder with the sweep."""
+    taken = {name: os.environ.pop(name) for name in LOGINS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)

@@ -3,44 +3,65 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import time
+import uuid
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.execution.ray_tune.cluster import NAMESPACE
+from orchestrator.execution.ray_tune.memory_kills import num_memory_kills
+from orchestrator.execution.words import Receipt
 from orchestrator.tracking.recorder import Note, Points, Recorder, Remainder, connect_by_url
 
 ANSWER_TIMEOUT_S = 120.0
+RESTART_TIMEOUT_S = 30.0  # a node that is gone restarts nothing
+RESTART_POLL_S = 0.5
+MEMORY_KILL_TIMEOUT_S = 5.0
 
 
 class RecorderActor:
-    """A `Recorder` behind Ray's calls. Answers every report with whether the sweep is being stopped."""
+    """A `Recorder` behind Ray's calls. Answers every report with a receipt."""
 
     def __init__(self, database_url: str, journal_folder: str) -> None:
         self._recorder = Recorder(functools.partial(connect_by_url, database_url), Path(journal_folder))
+        self._life = uuid.uuid4().hex
         self._stopping = False
+        self._num_memory_kills = num_memory_kills()
 
-    def take(self, points: list[Points], notes: list[Note]) -> bool:
+    def take(self, points: list[Points], notes: list[Note]) -> Receipt:
         if points:
             self._recorder.record(points)
         if notes:
             self._recorder.notes(notes)
-        return self._stopping
+        return self._receipt()
 
     def drain(self, timeout_s: float) -> bool:
         return self._recorder.drain(timeout_s)
 
-    def sync(self, timeout_s: float) -> bool:
+    def sync(self, timeout_s: float) -> Receipt:
         self._recorder.sync(timeout_s)
-        return self._stopping
+        return self._receipt()
+
+    def _receipt(self) -> Receipt:
+        return Receipt(self._life, *self._recorder.given_and_safe(), self._stopping)
 
     def stop_trials(self) -> None:
         self._stopping = True
 
     def pending(self) -> int:
         return self._recorder.pending()
+
+    def database_error(self) -> str:
+        return self._recorder.database_error
+
+    def memory_kill(self) -> bool:
+        """True if the kernel killed a process here for want of memory since this was asked last."""
+        before, self._num_memory_kills = self._num_memory_kills, num_memory_kills()
+        return self._num_memory_kills > before
 
     def close(self, timeout_s: float) -> Remainder:
         return self._recorder.close(timeout_s)
@@ -54,25 +75,47 @@ class Recorders:
         self._database_url = database_url
         self._journal_folder = journal_folder
         self._actors: dict[str, ray.actor.ActorHandle] = {}
+        self._asked: dict[str, ray.ObjectRef] = {}  # by node: answers of `database_error` that are to come
+        self._troubles: dict[str, str] = {}
 
     def ensure(self, node_ids: Iterable[str]) -> None:
         """Starts a recorder on every node that has none yet, and waits until the new ones answer."""
         missing = [node_id for node_id in node_ids if node_id not in self._actors]
         self._actors.update((node_id, self._start(node_id)) for node_id in missing)
-        ray.get([self._actors[node_id].pending.remote() for node_id in missing], timeout=ANSWER_TIMEOUT_S)
+        for node_id in missing:
+            _answer_of(self._actors[node_id].pending.remote, timeout_s=ANSWER_TIMEOUT_S)
 
     def drain(self, timeout_s: float) -> None:
         """Waits until what dead recorders left on the nodes is in the database, but not for ever."""
-        ray.get([actor.drain.remote(timeout_s) for actor in self._actors.values()])
+        for actor in self._actors.values():
+            _answer_of(actor.drain.remote, timeout_s, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
 
     def stop_trials(self) -> None:
         for actor in self._actors.values():
             actor.stop_trials.remote()
 
+    def trouble(self) -> str:
+        """Why a recorder does not reach the database, as of their last answers; empty when all do. Waits for nobody."""
+        for node_id, actor in self._actors.items():
+            asked = self._asked.get(node_id)
+            if asked is None or ray.wait([asked], timeout=0)[0]:
+                if asked is not None:
+                    self._troubles[node_id] = _said(asked)
+                self._asked[node_id] = actor.database_error.remote()
+        return next(filter(None, self._troubles.values()), "")
+
+    def memory_kill(self, node_id: str) -> bool:
+        """Whether a process that has just died on that node was killed for want of memory, as far as anybody knows."""
+        try:
+            return bool(ray.get(self._actors[node_id].memory_kill.remote(), timeout=MEMORY_KILL_TIMEOUT_S))
+        except (KeyError, ray.exceptions.RayError, TimeoutError):  # the whole node is gone
+            return False
+
     def close(self, timeout_s: float) -> list[Remainder]:
         """What could not be written in time; it stays in the journals."""
-        answers = {node_id: actor.close.remote(timeout_s) for node_id, actor in self._actors.items()}
-        return [_answer(node_id, answer, timeout_s + ANSWER_TIMEOUT_S) for node_id, answer in answers.items()]
+        for actor in self._actors.values():  # all at once; a second call gives the same answer
+            actor.close.remote(timeout_s)
+        return [_closed(node_id, actor, timeout_s) for node_id, actor in self._actors.items()]
 
     def _start(self, node_id: str) -> ray.actor.ActorHandle:
         return (
@@ -88,13 +131,32 @@ class Recorders:
         )
 
 
-def _answer(node_id: str, answer: ray.ObjectRef, timeout_s: float) -> Remainder:
+def _closed(node_id: str, actor: ray.actor.ActorHandle, closing_s: float) -> Remainder:
     try:
-        remainder: Remainder = ray.get(answer, timeout=timeout_s)
+        remainder: Remainder = _answer_of(actor.close.remote, closing_s, timeout_s=closing_s + ANSWER_TIMEOUT_S)
         return remainder
     except (ray.exceptions.RayError, TimeoutError) as error:  # the node or its recorder is gone; the others count
         first_line = str(error).strip().split("\n")[0]
         return Remainder(0, (), reason=f"the recorder of node {node_id[:8]} gave no answer: {first_line}")
+
+
+def _answer_of(ask: Callable[..., ray.ObjectRef], *arguments: object, timeout_s: float) -> Any:
+    """Asks a recorder, and again if it dies meanwhile: Ray starts it anew. Raises RayActorError if it stays away."""
+    deadline = time.monotonic() + RESTART_TIMEOUT_S
+    while True:
+        try:
+            return ray.get(ask(*arguments), timeout=timeout_s)
+        except ray.exceptions.RayActorError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RESTART_POLL_S)
+
+
+def _said(asked: ray.ObjectRef) -> str:
+    try:
+        return str(ray.get(asked))
+    except ray.exceptions.RayError:  # it is being started again, or its node is gone: it says nothing
+        return ""
 
 
 def recorder_name(prefix: str, node_id: str) -> str:

@@ -42,8 +42,23 @@ nulls not distinct
 WAITING = "create index trials_waiting on orch_ledger.trials (sweep_id, {}last_step nulls first, number) {}"
 
 
+# Before leases a command held a lock that nobody sees here. One that lives no more is found out like any other.
+UNKNOWN_HOLDERS = """
+update orch_ledger.sweeps as sweep set holder = 'a command of an older orch', heartbeat_at = clock_timestamp()
+where exists (select from orch_ledger.trials as trial where trial.sweep_id = sweep.id and trial.state = 'running')
+"""
+
+
+# Nobody knows which commands of the version before still live: each has the time that a silent one has.
+RUNNING = """
+update orch_ledger.sweeps set holder = '?@?', heartbeat_at = clock_timestamp() where state = 'running'
+"""
+
+
 def upgrade() -> None:
     op.execute(LEASE)
+    op.execute(RUNNING)
+    op.execute(UNKNOWN_HOLDERS)
     op.execute(LOGS)
     op.execute(LOGS_KEY)
     op.execute("create index logs_sweep_id on orch_ledger.logs (sweep_id, id)")

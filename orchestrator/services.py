@@ -1,0 +1,58 @@
+"""Starts and stops what runs beside the commands: the database, the web pages, a warm Ray. Runs no sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestrator import background, serve
+from orchestrator.database import embedded
+from orchestrator.database.keeper import locked
+from orchestrator.settings import Home
+from orchestrator.workspace import find_home, open_workspace
+
+
+def up(home_path: Path | None, port: int | None, with_ui: bool, with_ray: bool) -> Iterator[str]:
+    """Starts what does not run yet, and says, piece by piece, how to reach it. Raises OrchError."""
+    workspace = open_workspace(home_path)
+    kind = "embedded PostgreSQL" if workspace.is_embedded else "given PostgreSQL"
+    yield f"{kind} is up: {workspace.database}"
+    yield f"psql:   {workspace.psql_line}"
+    yield "views:  orch sql"
+    with locked(workspace.home.ensure().path / "up.lock"):  # two at once would start everything twice
+        if with_ui:
+            yield from _ui(workspace.home, port)
+        if with_ray:
+            yield _ray(workspace.home)
+
+
+def down(home_path: Path | None) -> Iterator[str]:
+    """Stops what `up` and other commands started for this home; a given server is not ours to stop."""
+    settings, home = find_home(home_path)
+    if home.path.is_dir():
+        with locked(home.path / "up.lock"):
+            if background.stop(home, serve.NAME):
+                yield "MLflow's UI and the dashboards are stopped"
+            if background.stop(home, "ray"):
+                yield "the warm Ray is stopped"
+    if settings.database_url is not None:
+        yield "ORCH_DATABASE_URL is set: that server is not ours to stop"
+    else:
+        yield "the embedded PostgreSQL is stopped" if embedded.stop(home) else "the embedded PostgreSQL was not running"
+
+
+def _ui(home: Home, port: int | None) -> Iterator[str]:
+    was = background.find(home, serve.NAME)
+    now = serve.start_ui(home, port)
+    yield from serve.addresses(now)
+    if now == was and port not in (None, now.facts["port"]):
+        yield f"(they were up already; for port {port}, orch down first)"
+
+
+def _ray(home: Home) -> str:
+    from orchestrator.execution.ray_tune import warm
+
+    service = background.find(home, warm.NAME)
+    if service is None or not service.is_up:
+        service = warm.start(home)
+    return f"warm Ray    {service.facts['address']} (sweeps without --address join it)"

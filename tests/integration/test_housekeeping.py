@@ -1,0 +1,192 @@
+"""`orch gc` takes what is dead and old, says what it kept and why, and touches nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from orchestrator.database import embedded
+from orchestrator.ledger.process import this_process
+from orchestrator.settings import Home
+from orchestrator.tracking.journal import Journal
+from tests.conftest import DatabaseOn, Orch
+
+DAY_S = 86_400
+FATES = """
+    workload: orch_lab:Odd
+    metric: val/loss
+    params: {do: {grid: [nothing, raise, nan]}}
+    preflight: false
+"""
+PLAIN = """
+    workload: orch_lab:Trivial
+    metric: val/loss
+    params: {steps: 2}
+    preflight: false
+"""
+AGO = "extract(epoch from now() - interval '30 days') * 1000"
+
+
+def make(path: Path, age_days: float = 30, text: str = "x" * 1000) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    for one in (path, path.parent):
+        os.utime(one, times=(time.time() - age_days * DAY_S,) * 2)
+    return path
+
+
+class Untidy:
+    """A workspace with one thing of each kind that is dead and old, one that is young, and one that is not ours."""
+
+    def __init__(self, orch: Orch, url: str, folder: Path, runtime: Path) -> None:
+        self.url, self.home, self.runtime = url, folder / ".orch", runtime
+        env = {**orch.env, "ORCH_HOME": str(self.home), "ORCH_DATABASE_URL": url, "XDG_RUNTIME_DIR": str(runtime)}
+        self.orch = Orch(env, folder)
+        self.orch("sweep", self.orch.sweep_file(FATES, "fates"), "--inline", expect=1)
+        for name in ("gone", "archived", "busy"):
+            self.orch("sweep", self.orch.sweep_file(PLAIN, name), "--inline")
+        self.orch("rm", "archived")
+        self.runs = {
+            state: Path(uri.removeprefix("file://"))
+            for state, uri in self.ask(
+                "select trial.state, run.artifact_uri from orch_ledger.trials as trial join public.runs as run "
+                "on run.run_uuid = trial.run_id where trial.number <= 2 order by trial.id desc"
+            )
+        }
+        self.location = self.runs["failed"].parents[1]
+
+    def ask(self, query: str) -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            cursor = connection.execute(query)
+            return cursor.fetchall() if cursor.description else []
+
+    def tidy(self, *flags: str) -> dict[str, dict[str, Any]]:
+        """The lines of `orch gc`, by kind."""
+        return {line["kind"]: line for line in json.loads(self.orch("gc", "--json", *flags).out)}
+
+    def everything(self) -> tuple[list[Path], list[tuple[Any, ...]]]:
+        counts = self.ask("select count(*), (select count(*) from orch_ledger.trials) from public.runs")
+        return sorted(path for top in (self.home, self.runtime) for path in top.rglob("*")), counts
+
+
+@pytest.fixture(scope="module")
+def untidy(
+    orch: Orch, server_url: str, database_on: DatabaseOn, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Untidy]:
+    runtime = Path(tempfile.mkdtemp(prefix="orch-gc-", dir="/tmp"))  # its name must be short
+    with database_on(server_url) as url:
+        yield Untidy(orch, url, tmp_path_factory.mktemp("untidy"), runtime)
+    shutil.rmtree(runtime)
+
+
+def test_gc_takes_what_is_dead_and_old_and_says_what_it_kept(untidy: Untidy) -> None:
+    identity = untidy.ask("select value from orch_ledger.meta where key = 'identity'")[0][0]
+    untidy.ask(
+        f"update public.experiments set lifecycle_stage = 'deleted', last_update_time = {AGO} where name = 'gone'"
+    )
+    ran = "where run_uuid in (select run_id from orch_ledger.trials where state = 'diverged')"
+    untidy.ask(f"update public.runs set lifecycle_stage = 'deleted', deleted_time = {AGO} {ran}")
+    untidy.ask("update orch_ledger.sweeps set archived_at = now() - interval '30 days' where archived_at is not null")
+    old_logs, new_logs = make(untidy.home / "logs" / "ui.log.1"), make(untidy.home / "logs" / "ui.log", age_days=0)
+    orphan, young = untidy.location / ("a" * 32), untidy.location / ("b" * 32)
+    make(orphan / "artifacts" / "model.bin")
+    os.utime(orphan, times=(1, 1))
+    make(young / "artifacts" / "model.bin", age_days=1)
+    strangers = make(untidy.location / "my_notes" / "note.txt")
+    elsewhere = make(untidy.home / "artifacts" / "other-abcdef" / "note.txt")
+    finished = make(untidy.runs["finished"].with_name("artifacts-checkpoints") / "step-4.attempt-1")
+    failed = make(untidy.runs["failed"].with_name("artifacts-checkpoints") / "step-2.attempt-1")
+    refused = make(untidy.home / "journal" / identity / "rejected.jsonl")
+    drained = make(untidy.home / "journal" / identity / f"{socket.gethostname()}~4194303~00c0ffee" / "lock", text="")
+    foreign = journal_with_a_point(untidy.home / "journal" / "00000000-0000-4000-8000-000000000000")
+    dead_session = make(untidy.runtime / "orch-0123456789-ray" / "4194303" / "socket")
+    live_session = make(untidy.runtime / "orch-0123456789-ray" / str(os.getpid()) / "socket")
+
+    before = untidy.everything()
+    shown = untidy.tidy("--dry-run")
+    after = untidy.everything()
+    assert after == before, "a dry run only shows"
+    numbers = {kind: line["number"] for kind, line in shown.items() if line["number"]}
+    assert numbers == {
+        "sweeps deleted in MLflow": 1,
+        "runs deleted in MLflow": 1,
+        "artifacts of no run": 1,
+        "checkpoints of trials that are over": 1,
+        "journals": 1,
+        "rows that the database refused": 1,
+        "folders of dead commands": 1,
+        "old logs": 1,
+    }
+
+    done = untidy.tidy()
+    assert {kind: line["number"] for kind, line in done.items() if line["number"]} == numbers
+    assert untidy.ask("select name from orch_ledger.sweeps order by id") == [("fates",), ("archived~3",), ("busy",)]
+    assert untidy.ask("select count(*) from public.experiments where name = 'gone'") == [(0,)]
+    assert untidy.ask("select state, run_id is null from orch_ledger.trials where sweep_id = 1 order by number") == [
+        ("finished", False),
+        ("failed", False),
+        ("diverged", True),
+    ]
+    for gone in (old_logs, orphan, finished, refused, drained.parent, dead_session.parent, untidy.runs["diverged"]):
+        assert not gone.exists(), gone
+    for kept in (new_logs, young, strangers, elsewhere, failed, foreign, live_session, untidy.runs["failed"]):
+        assert kept.exists(), kept
+    assert "younger than 7 days" in done["artifacts of no run"]["kept"]
+    assert "may belong to another database" in done["artifacts of no run"]["kept"]
+    assert "of failed trials; removed only with --checkpoints" in done["checkpoints of trials that are over"]["kept"]
+    assert "for another database; --foreign-journals" in done["journals"]["kept"]
+    assert "removed only with --archived" in done["archived sweeps"]["kept"]
+
+    flagged = untidy.tidy("--archived", "--checkpoints", "--foreign-journals")
+    assert {kind: line["number"] for kind, line in flagged.items() if line["number"]} == {
+        "archived sweeps": 1,
+        "checkpoints of trials that are over": 1,
+        "journals": 1,
+    }
+    assert not failed.exists()
+    assert not foreign.exists()
+    assert untidy.ask("select name from orch_ledger.sweeps order by id") == [("fates",), ("busy",)]
+    assert untidy.orch("status").out.count("fates") == 1
+
+
+def journal_with_a_point(folder: Path) -> Path:
+    journal = Journal.create(folder)
+    journal.append([{"a": "point"}])
+    journal.close()
+    for path in journal.folder.iterdir():
+        os.utime(path, times=(1, 1))
+    os.utime(journal.folder, times=(1, 1))
+    return journal.folder
+
+
+def test_gc_keeps_what_a_command_works_on(untidy: Untidy) -> None:
+    untidy.ask(
+        f"update public.experiments set lifecycle_stage = 'deleted', last_update_time = {AGO} where name = 'busy'"
+    )
+    untidy.ask(
+        "update orch_ledger.sweeps set holder = 'somebody', heartbeat_at = clock_timestamp(), "
+        f"holder_process = '{this_process()}' where name = 'busy'"
+    )
+    line = untidy.tidy()["sweeps deleted in MLflow"]
+    assert line["number"] == 0
+    assert "in use by a command" in line["kept"]
+    assert untidy.ask("select count(*) from public.experiments where name = 'busy'") == [(1,)]
+
+
+def test_a_stopped_server_leaves_no_folder_for_its_socket(tmp_path: Path) -> None:
+    home = Home(tmp_path / ".orch")
+    embedded.ensure_running(home)
+    folder = home.short_folder
+    assert folder.is_dir()
+    embedded.stop(home)
+    assert not folder.exists()
