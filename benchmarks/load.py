@@ -171,7 +171,8 @@ def server_processes(home: Home) -> list[psutil.Process]:
 def pin_server(home: Home, core: int) -> None:
     """Children that come later inherit the postmaster's core."""
     for process in server_processes(home):
-        process.cpu_affinity([core])
+        with suppress(psutil.NoSuchProcess):  # a client's, which has just gone
+            process.cpu_affinity([core])
 
 
 def server_seconds(home: Home) -> float:
