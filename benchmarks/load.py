@@ -122,6 +122,7 @@ def measure(home: Home, cores: Sequence[int], burst_s: float, num_bursts: int) -
                 time.sleep(burst_s)
                 bursts.append(Burst(**json.loads(_answer(recorder, f"{burst_s}\n"))))
             _end(recorder)
+            assert trainer.poll() is None, f"the training ended by itself: {trainer.returncode}"
     lines = [line for line in times.read_text().splitlines(keepends=True) if line.endswith("\n")]
     with connect_by_url(url) as connection:
         row = connection.execute("select count(*) from public.metrics").fetchone()
@@ -226,9 +227,10 @@ def record(core: str, url: str, journal: str, home_path: str) -> None:
 def burst(
     recorder: Recorder, home: Home, run_ids: Sequence[str], first_step: int, num_reports: int
 ) -> dict[str, float]:
+    apart_s = 1 / REPORTS_PER_S / len(run_ids)
     postgres_s, cpu_s, began = server_seconds(home), time.process_time(), time.monotonic()
     reporters = [
-        threading.Thread(target=say, args=(recorder, run_id, first_step, num_reports, began + place / NUM_REPORTERS))
+        threading.Thread(target=say, args=(recorder, run_id, first_step, num_reports, began + place * apart_s))
         for place, run_id in enumerate(run_ids)
     ]
     for reporter in reporters:
