@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench science health-table chaos clean
+.PHONY: demo test proofs lint format bench science health-table chaos clean
 
 demo: $(READY)
 	$(BIN)/orch sweep sweeps/zloss.yaml --resume
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+proofs: $(READY)
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

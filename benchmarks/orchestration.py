@@ -61,8 +61,9 @@ def _orch_down(home: str) -> None:
 def time_orch(home: Path, steps: int = REPORTS, trials: int = TRIALS) -> float:
     """Seconds from the first row in the ledger to the last; Ray and the database are up."""
     from orchestrator.backends import Backend
+    from orchestrator.bookends import open_run, settle, view_refresher
     from orchestrator.execution.ray_tune import environment
-    from orchestrator.launch import create_sweep, open_run, settle, view_refresher
+    from orchestrator.launch import create_sweep
     from orchestrator.ledger.store import Ledger
     from orchestrator.settings import artifact_root, journal_folder
     from orchestrator.spec import parse_sweep

@@ -34,6 +34,12 @@ class Backend:
     remark: str = ""  # for the person
 
 
+def limit_threads(num_cpus: float) -> None:
+    """Has torch take as many threads as Ray would allow its worker. Without effect once torch has been imported."""
+    if not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = str(max(1, int(num_cpus)))
+
+
 @contextlib.contextmanager
 def open_backend(
     workspace: Workspace, spec: SweepSpec, workload: Description, request: SweepRequest, beside: threading.Thread
@@ -110,7 +116,7 @@ def _inline_backend(workspace: Workspace, journal: Path, spec: SweepSpec) -> Bac
 
     if spec.resources.gpu:
         raise ResourceError("resources.gpu  --inline trains on this process's CPU; leave out --inline, or set gpu: 0")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(spec.resources.cpu))))  # as Ray does for its workers
+    limit_threads(spec.resources.cpu)
     return Backend(1, "cpu", lambda feed: [run_inline(feed, workspace.database.url, journal)])
 
 

@@ -7,6 +7,7 @@ and in that of all it started. A process is ours if it carries the mark: pids co
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -45,12 +46,12 @@ class Service:
 
 
 def find(home: Home, name: str) -> Service | None:
-    """The service as its file has it, dead or alive; None without a file."""
+    """The service as its file has it, dead or alive; None without a file, or with one that no service has written."""
     try:
         said = json.loads(_file(home, name).read_text())
-    except FileNotFoundError:
+        return Service(said.pop("pid"), said.pop("mark"), said)
+    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):
         return None
-    return Service(said.pop("pid"), said.pop("mark"), said)
 
 
 def announce(home: Home, name: str, facts: Mapping[str, Any]) -> None:
@@ -67,8 +68,11 @@ def withdraw(home: Home, name: str) -> None:
 
 
 def start(home: Home, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Service:
-    """Starts a service in a session of its own and waits until it is ready. Raises OrchError with its last words."""
-    withdraw(home, name)
+    """Starts a service in a session of its own and waits until it is ready. Raises OrchError with its last words.
+
+    What a dead one of that name has left is ended first: it may hold the ports.
+    """
+    stop(home, name)
     mark = secrets.token_hex(8)
     log = log_file(home, name)
     child, offset = spawn(command, log, {**(os.environ if environment is None else environment), MARK: mark})
@@ -115,11 +119,13 @@ def spawn(
 ) -> tuple[subprocess.Popen[bytes], int]:
     """A process without a terminal, in a session of its own: it survives ours, and no Ctrl-C reaches it.
 
-    Returns it with the place in `log`, in bytes, from which on its words stand there.
+    Returns it with the place in `log`, in bytes, from which on its words stand there. It and all that write into the
+    log hold the file: `is_free(log)` tells whether anybody does.
     """
     if log.exists() and log.stat().st_size > LOG_LIMIT_BYTES:
         os.truncate(log, 0)
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+    with open(os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:  # a lock needs both on NFS
+        fcntl.flock(output, fcntl.LOCK_SH)
         offset = os.fstat(output.fileno()).st_size
         child = subprocess.Popen(
             command,

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import tarfile
 import tempfile
@@ -35,7 +36,9 @@ from orchestrator.workspace import Workspace, find_home, open_workspace
 
 FORMAT = 1
 MANIFEST, SEAL, DUMP = "manifest.json", "manifest.sha256", "database.dump"
-STATES, ARTIFACTS, JOURNAL = "states", "artifacts", "journal"
+STATES, ARTIFACTS = "states", "artifacts"
+JOURNALS = ("journal", "node-journal")  # of this host's sweeps, and of the cluster whose node it is
+DRAFT = re.compile(r"\.step-\d+\.attempt-\d+|\..+\.part")  # of `tracking.shelf` and `tracking.artifacts`
 CHUNK_BYTES = 1 << 20
 DRAIN_TIMEOUT_S = 600.0
 COUNTED = (
@@ -78,7 +81,6 @@ class _Packer:
     def __init__(self, tar: tarfile.TarFile) -> None:
         self._tar = tar
         self.files: dict[str, str] = {}
-        self.num_bytes = 0
 
     def add(self, path: Path, name: str) -> None:
         """Raises OSError, also when the file gets shorter as it is read."""
@@ -89,7 +91,6 @@ class _Packer:
             reading = _Hashing(file)
             self._tar.addfile(described, reading)  # type: ignore[arg-type]
         self.files[name] = reading.digest.hexdigest()
-        self.num_bytes += described.size
 
     def add_folder(self, folder: Path, name: str, wanted: Callable[[Path], bool] = lambda _: True) -> None:
         """Every whole file below whose relative path is `wanted`."""
@@ -149,7 +150,8 @@ def _pack(workspace: Workspace, packer: _Packer, scratch: Path, with_artifacts: 
     base = local_folder(root)
     for folder in folders:
         packer.add_folder(folder, f"{STATES}/{folder.relative_to(base or folder)}", _is_state)
-    packer.add_folder(workspace.journal, JOURNAL)
+    for folder, name in zip(workspace.journals, JOURNALS, strict=False):  # one where both are the same
+        packer.add_folder(folder, name)
     with dump.snapshot(workspace.database) as (connection, moment), tempfile.TemporaryDirectory(dir=scratch) as draft:
         dump.dump(workspace.database, connection, moment, Path(draft, DUMP))
         packer.add(Path(draft, DUMP), DUMP)
@@ -197,12 +199,12 @@ def _is_state(path: Path) -> bool:
 
 
 def _whole_files(folder: Path) -> Iterator[Path]:
-    """Regular files, links not followed; drafts, which begin with a dot, are left out."""
+    """Regular files, links not followed; drafts of states and artifacts are left out."""
     for place, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
             path = Path(place, name)
-            if not path.is_symlink() and path.is_file() and not name.startswith("."):
+            if not path.is_symlink() and path.is_file() and not DRAFT.fullmatch(name):
                 yield path
 
 
@@ -241,7 +243,7 @@ def restore(home: Path | None, source: Path) -> list[str]:
             with database.connect("orch restore") as connection:  # before any command takes it for a sweep that runs
                 strike_all(connection, f"it ran when the backup of {manifest.made_at} was taken", mark_runs)
             workspace = open_workspace(home)
-            left = _write_journals(workspace, draft / JOURNAL)
+            left = [line for name in JOURNALS for line in _write_journals(workspace, draft / name)]
     return [*_told(manifest, workspace, new_root), *left]
 
 
@@ -347,7 +349,7 @@ def _refuse_filled(database: Database) -> None:
             f"{database}: holds tables already, and a backup is restored into an empty database only\n"
             "  an embedded one:  orch --home NEW_FOLDER restore FILE\n"
             f"  a given one:      {schema.createdb(database)}\n"
-            "                    orch --home NEW_FOLDER restore FILE --into ITS_URL"
+            "                    ORCH_DATABASE_URL=ITS_URL orch --home NEW_FOLDER restore FILE"
         )
 
 

@@ -10,7 +10,7 @@ from orchestrator.ledger.lease import Holder
 from orchestrator.ledger.models import SweepState, Wish
 from orchestrator.ledger.rows import SweepRow
 from orchestrator.ledger.store import Ledger
-from orchestrator.reports.source import sweep_facts
+from orchestrator.reports.source import stored_sweep
 from orchestrator.reports.status import state_counts
 from orchestrator.tracking.standing import mark_runs
 from orchestrator.trial import TrialState
@@ -27,13 +27,10 @@ def cancel_sweep(home: Path | None, name: str, now: bool, say: Callable[[str], N
     """
     workspace = open_workspace(home)  # what a dead command left running is marked by now
     ledger = Ledger(workspace.database.engine("orch cancel"))
-    sweep = ledger.find_sweep(name)
-    if sweep is None or sweep.archived_at is not None:
-        sweep_facts(workspace.query, name)  # says which names there are
-    assert sweep is not None, "the view has just shown it"
+    sweep = stored_sweep(ledger, workspace.query, name)
     holder = ledger.holder(sweep.id)
     is_driven = not holder.is_free
-    if not is_driven and sweep.state in (SweepState.FINISHED, SweepState.CANCELLED):
+    if not is_driven and sweep.state.is_settled:
         say(f"sweep {name} is {sweep.state} already: there is nothing to cancel")
         return 0
     if is_driven and not _has_ended(ledger, holder, now, say):
@@ -65,7 +62,7 @@ def _has_ended(ledger: Ledger, holder: Holder, now: bool, say: Callable[[str], N
 
 def _cancel_what_nobody_drives(ledger: Ledger, sweep: SweepRow) -> None:
     """Also where its command died while it was asked. Raises AlreadyExists if another command was faster."""
-    if ledger.sweep(sweep.id).state in (SweepState.FINISHED, SweepState.CANCELLED):
+    if ledger.sweep(sweep.id).state.is_settled:
         return
     reason = holder.why_lost if (holder := ledger.holder(sweep.id)).heartbeat_at else ""
     with ledger.hold(sweep.id, mark_runs) as lease:

@@ -48,7 +48,7 @@ def detach(request: SweepRequest, sweep: str, workload: str | None, arguments: S
     arguments = [one for one in arguments if one != "--detach"]
     address = request.address or settings.ray_address
     if address and not request.inline:
-        return _as_job(address, request, sweep, workload, arguments)
+        return _as_job(address, request, sweep, workload, arguments, say)
     return _as_process(home, sweep, arguments, say)
 
 
@@ -86,7 +86,7 @@ def _heard(pipe: io.FileIO, say: Say) -> str | None:
 
 
 def _as_job(
-    address: str, request: SweepRequest, sweep: str, workload: str | None, arguments: Sequence[str]
+    address: str, request: SweepRequest, sweep: str, workload: str | None, arguments: Sequence[str], say: Say
 ) -> Detached:
     """Submits the command to the cluster that has this address, with the file and the code it needs."""
     from orchestrator.execution.ray_tune import jobs
@@ -103,9 +103,18 @@ def _as_job(
 
     workload = workload or sweep_facts(workspace.query, sweep).workload
     files = jobs.files_of(spec, workload.partition(":")[0].partition(".")[0])
-    job = jobs.submit(address, _elsewhere(arguments, spec), files, workspace.identity)
-    jobs.wait_until(address, job, is_there)
-    return Detached(sweep, f"job {job} of the cluster at {address}")
+    job = jobs.new_name()
+    where = f"job {job} of the cluster at {address}"
+    try:
+        jobs.submit(address, job, _elsewhere(arguments, spec), files, workspace.identity)
+        ended = jobs.wait_until(address, job, is_there)
+    except KeyboardInterrupt:
+        if jobs.stop(address, job):
+            say(f"interrupted: {where} was stopped\n", True)
+        raise
+    if ended is not None:
+        say(ended.said, ended.code != 0)
+    return Detached(sweep, where, None if ended is None else ended.code)
 
 
 def _elsewhere(arguments: Sequence[str], spec: Path | None) -> list[str]:
@@ -116,7 +125,7 @@ def _elsewhere(arguments: Sequence[str], spec: Path | None) -> list[str]:
         if word in TAKE_VALUE:
             next(words)
         elif not word.startswith(tuple(f"{option}=" for option in TAKE_VALUE)):
-            kept.append(spec.name if spec is not None and word == str(spec) else word)
+            kept.append(spec.name if spec is not None and Path(word) == spec else word)
     return kept
 
 

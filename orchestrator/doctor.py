@@ -164,9 +164,9 @@ def _row(connection: Any, query: str) -> Any:
 
 def _journal_lines(workspace: Workspace) -> Iterator[Line]:
     """Journals that hold something; those of living recorders are drained as we look."""
-    parent = journal_folder(workspace.settings, workspace.home)
     num_waiting = 0
-    for folder in sorted(parent.glob("*/*~*~*")):
+    beside = workspace.journal.parent.glob("*/*~*~*")  # also for databases that this home had before
+    for folder in sorted({*beside, *workspace.remote_journal.glob("*~*~*")}):
         if (num_bytes := backlog_of(folder)) == 0:
             continue
         num_waiting += 1
@@ -176,7 +176,8 @@ def _journal_lines(workspace: Workspace) -> Iterator[Line]:
         )
         yield Line("journal", "note", what, _journal_remedy(folder, folder.parent.name == workspace.identity))
     if num_waiting == 0:
-        yield Line("journal", "ok", f"nothing waits to be written in {parent}")
+        where = " or ".join(str(one.parent) for one in workspace.journals)
+        yield Line("journal", "ok", f"nothing waits to be written in {where}")
 
 
 def _journal_remedy(folder: Path, is_ours: bool) -> str:

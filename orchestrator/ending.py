@@ -52,7 +52,7 @@ def exit_code(counts: Mapping[TrialState, int]) -> int:
 
 def remarks_on(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
     remarks = [run.abort_reason] if run.abort_reason else []
-    if run.cancelled:
+    if run.cancelled and run.is_left:
         remarks.append(f"cancelled by `orch cancel`; go on with what is left: orch resume {run.sweep.name}")
     if run.without_record:
         numbers = ", ".join(str(number) for number in sorted(run.without_record)[:20])

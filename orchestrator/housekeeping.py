@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.database.embedded import SERVER_UID
-from orchestrator.errors import AlreadyExists
 from orchestrator.ledger import leftovers
 from orchestrator.ledger.leftovers import Leftover
+from orchestrator.locks import is_free
 from orchestrator.removal import remove_sweep
 from orchestrator.reports.table import Table
-from orchestrator.settings import artifact_root, journal_folder
+from orchestrator.settings import artifact_root
 from orchestrator.tracking.artifacts import checkpoint_folder, local_folder
 from orchestrator.tracking.journal import Journal, backlog_of, is_abandoned
 from orchestrator.trial import TrialState
@@ -36,6 +36,7 @@ IDENTITY = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]
 JOURNAL = re.compile(r"\.?[^~]+~\d+~[0-9a-f]{8}")
 OUR_SHORT_FOLDER = re.compile(rf"orch-({os.getuid()}-)?[0-9a-f]{{10}}(-ray)?")
 LIVE_LOGS = ("postgres.log",)
+BEING_MADE_S = 3600.0  # in /tmp, where commands of other homes may be starting: kept for so long, whatever is asked
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,14 @@ class Pile:
         self.kept[reason] = (number + 1, before + num_bytes)
 
     def clear(self) -> None:
-        """Removes the things. One that cannot be removed counts as kept."""
+        """Removes the things. One that cannot be removed counts as kept, for the reason, and holds up no other."""
         done = []
         for num_bytes, remove in self.things:
             try:
-                remove()
-            except (OSError, AlreadyExists) as error:
-                self.keep(str(error).splitlines()[0], num_bytes)
+                with contextlib.suppress(FileNotFoundError):  # somebody was faster: it is gone all the same
+                    remove()
+            except Exception as error:
+                self.keep(_in_a_line(error), num_bytes)
             else:
                 done.append((num_bytes, remove))
         self.things = done
@@ -105,6 +107,8 @@ class Housekeeper:
 
     def piles(self) -> Iterator[Pile]:
         """MLflow's before the folders that belong to it."""
+        root = local_folder(self._root)  # looked at before the database is asked: a folder never comes before its row
+        sweeps = _folders(root, EXPERIMENT_FOLDER)
         with self._workspace.database.connect("orch gc") as connection:
             older_than_s = self._wishes.older_than_s
             experiments = leftovers.leftovers(connection, leftovers.DELETED_EXPERIMENTS, older_than_s)
@@ -112,11 +116,15 @@ class Housekeeper:
             runs = leftovers.leftovers(connection, leftovers.DELETED_RUNS, older_than_s)
             states = leftovers.states(connection)
             locations = leftovers.our_locations(connection)
-            unknown = leftovers.unknown_runs(connection, [name for name, _ in _run_folders(locations)])
+            free = [location for location, is_held in locations.items() if not is_held]
+            folders = list(_run_folders(free))
+            names = [*(name for name, _ in folders), *(folder.name for folder in sweeps)]
+            unknown = leftovers.unknown(connection, names)
         yield self._deleted_experiments(experiments)
         yield self._archived_sweeps(archived)
         yield self._deleted_runs(runs)
-        yield self._orphan_artifacts(locations, unknown)
+        orphans = [folder for name, folder in folders if name in unknown]
+        yield self._orphan_artifacts(orphans, [folder for folder in sweeps if folder.name in unknown])
         yield self._states(states)
         yield self._journals()
         yield self._rejected_rows()
@@ -142,7 +150,7 @@ class Housekeeper:
         pile = Pile("runs deleted in MLflow")
         for one in found:
             size = _size_at(one.artifact_uri) + _size_of(one.artifact_uri and checkpoint_folder(one.artifact_uri))
-            pile.add(size, partial(self._purge_run, one.id), self._reason(one))
+            pile.add(size, partial(self._purge_run, one), self._reason(one))
         return pile
 
     def _reason(self, one: Leftover) -> str:
@@ -161,10 +169,13 @@ class Housekeeper:
         else:
             remove_sweep(self._home, one.sweep, purge=True)
 
-    def _purge_run(self, run_id: str) -> None:
-        self._runs.purge_run(run_id)
+    def _purge_run(self, one: Leftover) -> None:
+        self._runs.purge_run(one.id)
         with self._workspace.database.connect("orch gc") as connection:
-            leftovers.forget_run(connection, run_id)
+            leftovers.forget_run(connection, one.id)
+        folder = local_folder(one.artifact_uri) if one.artifact_uri else None
+        if folder and RUN_FOLDER.fullmatch(folder.parent.name) and not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
 
     @cached_property
     def _runs(self) -> Runs:
@@ -174,19 +185,15 @@ class Housekeeper:
 
     # Folders
 
-    def _orphan_artifacts(self, locations: Sequence[str], unknown: set[str]) -> Pile:
+    def _orphan_artifacts(self, of_runs: Sequence[Path], of_sweeps: Sequence[Path]) -> Pile:
+        """Of sweeps that a command works on nothing is among `of_runs`: what it makes has no row yet."""
         pile = Pile("artifacts of no run")
-        root = local_folder(self._root)
-        if root is None:
+        if local_folder(self._root) is None:
             pile.keep(f"store {self._root} is not looked through", 0)
-            return pile
-        for name, folder in _run_folders(locations):
-            if name in unknown:
-                self._add_folder(pile, folder)
-        known = {place.name for one in locations if (place := local_folder(one))}
-        for folder in _folders(root, EXPERIMENT_FOLDER):
-            if folder.name not in known:
-                self._add_folder(pile, folder, self._why_not_ours)
+        for folder in of_runs:
+            self._add_folder(pile, folder)
+        for folder in of_sweeps:
+            self._add_folder(pile, folder, self._why_not_ours)
         return pile
 
     @property
@@ -195,28 +202,34 @@ class Housekeeper:
         has_root_alone = self._workspace.is_embedded and self._workspace.settings.artifact_root is None
         return "" if has_root_alone else "may belong to another database"
 
-    def _states(self, found: Iterable[tuple[TrialState, str]]) -> Pile:
+    def _states(self, found: Iterable[tuple[TrialState, str, bool]]) -> Pile:
         pile = Pile("checkpoints of trials that are over")
-        for state, uri in found:
+        for state, uri, is_kept in found:
             folder = checkpoint_folder(uri)
             if folder is None or not folder.is_dir():
                 continue
-            can_be_resumed = state in (TrialState.FAILED, TrialState.DIVERGED) and not self._wishes.checkpoints
-            self._add_folder(
-                pile, folder, f"of {state.value} trials; removed only with --checkpoints" if can_be_resumed else ""
-            )
+            reason = f"of {state.value} trials" if state in (TrialState.FAILED, TrialState.DIVERGED) else ""
+            reason = reason or ("kept on request (keep_checkpoints: true)" if is_kept else "")
+            is_wanted = reason and not self._wishes.checkpoints
+            self._add_folder(pile, folder, f"{reason}; removed only with --checkpoints" if is_wanted else "")
         return pile
 
     def _journals(self) -> Pile:
         pile = Pile("journals")
-        parent = journal_folder(self._workspace.settings, self._workspace.home)
-        for identity in _folders(parent, IDENTITY):
-            is_ours = identity.name == self._workspace.identity
-            for folder in _folders(identity, JOURNAL):
-                self._add_journal(pile, folder, is_ours)
-            if not is_ours and not any(identity.iterdir()):
-                pile.add(0, identity.rmdir)
+        for ours in self._workspace.journals:
+            for folder in _folders(ours, JOURNAL):
+                self._add_journal(pile, folder, is_ours=True)
+        for foreign in self._foreign_journals():
+            for folder in _folders(foreign, JOURNAL):
+                self._add_journal(pile, folder, is_ours=False)
+            if not any(foreign.iterdir()):
+                pile.add(0, foreign.rmdir)
         return pile
+
+    def _foreign_journals(self) -> list[Path]:
+        """For databases that this home had before. A node's folder is shared by all homes of a user: not looked at."""
+        ours = self._workspace.journal
+        return [folder for folder in _folders(ours.parent, IDENTITY) if folder != ours]
 
     def _add_journal(self, pile: Pile, folder: Path, is_ours: bool) -> None:
         waiting = backlog_of(folder)
@@ -234,42 +247,51 @@ class Housekeeper:
 
     def _rejected_rows(self) -> Pile:
         pile = Pile("rows that the database refused")
-        parent = journal_folder(self._workspace.settings, self._workspace.home)
-        for path in sorted(parent.glob("*/rejected.jsonl")):
-            self._add_file(pile, path)
+        for folder in (*self._workspace.journals, *self._foreign_journals()):
+            if (path := folder / "rejected.jsonl").exists():
+                self._add_file(pile, path)
         return pile
 
     def _short_folders(self) -> Pile:
         pile = Pile("folders of dead commands")
         for folder in _folders(self._workspace.home.short_folder.parent, OUR_SHORT_FOLDER):
-            if folder.lstat().st_uid not in (os.getuid(), SERVER_UID):
-                continue
-            for session in _folders(folder, re.compile(r"\d+")):
-                if not Path(f"/proc/{session.name}").exists():
-                    self._add_folder(pile, session)
-            if not self._is_young(folder) and not any(folder.iterdir()):
-                pile.add(0, folder.rmdir)
+            with contextlib.suppress(FileNotFoundError):  # its command has just ended
+                self._add_short_folder(pile, folder)
         return pile
+
+    def _add_short_folder(self, pile: Pile, folder: Path) -> None:
+        if folder.lstat().st_uid not in (os.getuid(), SERVER_UID):
+            return
+        for session in _folders(folder, re.compile(r"\d+")):
+            if is_free(session):
+                is_new = _age_s(session) < BEING_MADE_S
+                self._add_folder(pile, session, "of the last hour: may be just being made" if is_new else "")
+        if not self._is_young(folder) and _age_s(folder) >= BEING_MADE_S and not any(folder.iterdir()):
+            pile.add(0, folder.rmdir)
 
     def _logs(self) -> Pile:
         pile = Pile("old logs")
         folder = self._workspace.home.path / "logs"
         for path in sorted(folder.glob("*.log*")) if folder.is_dir() else ():
             if path.name not in LIVE_LOGS:
-                self._add_file(pile, path)
+                self._add_file(pile, path, "" if is_free(path) else "of what runs in the background")
         return pile
 
     def _add_folder(self, pile: Pile, folder: Path, keep_because: str = "") -> None:
         reason = keep_because or (self._too_young if self._is_young(folder) else "")
         pile.add(_size_of(folder), partial(shutil.rmtree, folder), reason)
 
-    def _add_file(self, pile: Pile, path: Path) -> None:
-        reason = self._too_young if self._is_young(path) else ""
-        pile.add(path.stat().st_size, path.unlink, reason)
+    def _add_file(self, pile: Pile, path: Path, keep_because: str = "") -> None:
+        reason = keep_because or (self._too_young if self._is_young(path) else "")
+        pile.add(_size_of_file(path), path.unlink, reason)
 
     def _is_young(self, path: Path) -> bool:
         """Whether anything in it was written more recently than asked."""
-        return time.time() - max(_times(path)) < self._wishes.older_than_s
+        return _age_s(path) < self._wishes.older_than_s
+
+
+def _in_a_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _remove_drained(folder: Path) -> None:
@@ -296,8 +318,15 @@ def _folders(parent: Path | None, name: re.Pattern[str]) -> list[Path]:
     ]
 
 
+def _age_s(path: Path) -> float:
+    """Since anything in it was written; 0 for what has just gone."""
+    now = time.time()
+    return now - max(_times(path), default=now)
+
+
 def _times(path: Path) -> Iterator[float]:
-    yield path.lstat().st_mtime
+    with contextlib.suppress(FileNotFoundError):  # a living recorder's journal comes and goes
+        yield path.lstat().st_mtime
     for place, folders, names in os.walk(path):
         for name in (*folders, *names):
             with contextlib.suppress(FileNotFoundError):
@@ -306,6 +335,12 @@ def _times(path: Path) -> Iterator[float]:
 
 def _size_at(uri: str | None) -> int:
     return _size_of(local_folder(uri)) if uri else 0
+
+
+def _size_of_file(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.lstat().st_size
+    return 0
 
 
 def _size_of(folder: Path | str | None) -> int:

@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from orchestrator.backends import Backend, open_backend
+from orchestrator.backends import Backend, limit_threads, open_backend
+from orchestrator.bookends import code_of_what_is_over, open_run, settle, view_refresher
 from orchestrator.ending import INTERRUPTED, SweepEnding, ending_of, exit_code, remarks_on
 from orchestrator.errors import AlreadyExists, DatabaseLost, PlaceUnusable, SpecError
-from orchestrator.extension import Extension, extension_of, with_kept_points
+from orchestrator.extension import Extension, extension_of
 from orchestrator.planning import SweepRequest, read_spec
 from orchestrator.preflight import preflight
-from orchestrator.reports.source import sweep_facts
-from orchestrator.resuming import UNFINISHED, Again, stored_spec, where_it_goes_on
-from orchestrator.search import make_searcher, plan_count
+from orchestrator.reports.source import stored_sweep
+from orchestrator.resuming import Again, stored_spec
+from orchestrator.search import plan_count
 from orchestrator.settings import artifact_root
 from orchestrator.signals import Signals, end_at_once
-from orchestrator.spec import SweepSpec, to_json
+from orchestrator.spec import SweepSpec, cpu_asked, read_sweep_file, to_json
 from orchestrator.tracking.artifacts import local_folder
 from orchestrator.trial import Finding, Params, TrialState
 from orchestrator.workload import Description, describe
 
 if TYPE_CHECKING:  # heavy or needing a database: imported where a sweep really starts
     from orchestrator.database.borrow import Engine
-    from orchestrator.execution.mirroring import Mirroring
     from orchestrator.execution.sweep_run import Observer, SweepRun
-    from orchestrator.ledger.lease import Lease, Unheld
+    from orchestrator.ledger.lease import Lease
     from orchestrator.ledger.rows import SweepRow
     from orchestrator.ledger.store import Ledger
     from orchestrator.tracking.recorder import Remainder
     from orchestrator.tracking.runs import Runs
     from orchestrator.workspace import Workspace
-
-VIEW_REFRESH_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,8 @@ class Task:
 
 def run_sweep(request: SweepRequest, observer: Observer) -> SweepEnding:
     """Runs what is new or left of a sweep. Raises OrchError, with nothing started, when it cannot."""
+    if request.inline:
+        limit_threads(cpu_asked(read_sweep_file(request.spec), str(request.spec), request.all_overrides))
     spec = read_spec(request.spec, request.all_overrides, request.name)
     workload = describe(spec.workload)
     from orchestrator.workspace import open_workspace
@@ -85,10 +85,9 @@ def resume_sweep(request: SweepRequest, again: Again, observer: Observer) -> Swe
 
     workspace = open_workspace(request.home)
     engine = workspace.database.engine("orch sweep")
-    found = Ledger(engine).find_sweep(request.stored)
-    if found is None or found.archived_at is not None:
-        sweep_facts(workspace.query, request.stored)  # says which names there are
-    assert found is not None, "the view has just shown it"
+    found = stored_sweep(Ledger(engine), workspace.query, request.stored)
+    if request.inline and "resolved" in found.spec:
+        limit_threads(cpu_asked(found.spec["resolved"], found.name, request.all_overrides))
     spec = stored_spec(found, request.all_overrides)
     return _run(Task(workspace, engine, spec, describe(spec.workload), request, observer, again), found)
 
@@ -116,7 +115,7 @@ def _run(task: Task, found: SweepRow | None) -> SweepEnding:
     else:
         _restate(ledger, found, extension)
         _write_what_is_left(workspace)
-        code = (exit_code if is_over else _code_of_what_is_over)(ledger.counts(found.id))
+        code = (exit_code if is_over else code_of_what_is_over)(ledger.counts(found.id))
         ending = ending_of(workspace.query, found.name, request, code)
         ending = ending if is_over else _with_budget(ending, request, spec)
     return replace(ending, remarks=[*remarks, *ending.remarks])
@@ -163,8 +162,7 @@ def _write_what_is_left(workspace: Workspace) -> None:
     from orchestrator.tracking.journal import orphans
     from orchestrator.tracking.recorder import Recorder
 
-    folder = workspace.journal
-    if orphans(folder):
+    for folder in filter(orphans, workspace.journals):
         recorder = Recorder(workspace.database.connect, folder)
         recorder.drain(CLOSE_TIMEOUT_S)
         recorder.close(CLOSE_TIMEOUT_S)
@@ -172,7 +170,7 @@ def _write_what_is_left(workspace: Workspace) -> None:
 
 def _nothing_left(task: Task, sweep: SweepRow) -> bool:
     trials = task.ledger.trials(sweep.id)
-    is_left = any(trial.state in UNFINISHED for trial in trials) or task.again.chosen(sweep.name, trials)
+    is_left = any(trial.state.is_unfinished for trial in trials) or task.again.chosen(sweep.name, trials)
     return sweep.state == "finished" and not is_left
 
 
@@ -207,6 +205,7 @@ def _drive(
 ) -> tuple[SweepRun, Sequence[Remainder], int, str]:
     """Takes the sweep and runs it: the run, what was not recorded, the exit code, what Optuna's mirror lacks."""
     from orchestrator.execution.mirroring import Mirroring
+    from orchestrator.execution.stopping import never_stuck
     from orchestrator.tracking.runs import Runs
     from orchestrator.tracking.standing import mark_runs
 
@@ -232,16 +231,21 @@ def _drive(
             lease=lease,
             mirroring=mirroring,
             again=task.again.chosen(sweep.name, ledger.trials(sweep.id)),
+            revive_database=task.workspace.revive_database,
         )
+        run.end_broken = functools.partial(_end_broken, lease, sweep.name)
         signals.arm(run.interrupt)
         task.observer.opened(run, max(plan_count(task.spec), len(run.trials)), backend.num_workers)
         if backend.remark:
             task.observer.said(backend.remark)
-        remainders = backend.run(run)
+        end_stuck = functools.partial(_end_broken, lease, sweep.name, code=INTERRUPTED)
+        with never_stuck(run, task.observer.said, end_stuck, can_end_workers=not task.request.inline):
+            remainders = backend.run(run)
         if run.lost_to is not None:
             raise run.lost_to
         run.patiently(lease.renew)  # what a reaper marked while we were silent is ours again before it is counted
         code = run.patiently(lambda: settle(ledger, sweep, run, remainders))
+    runs.close()  # for the mirror and what is read after it: the command keeps to three connections
     return run, remainders, code, mirroring.finish(run.history())
 
 
@@ -253,6 +257,21 @@ def _end_at_once(lease: Lease) -> None:
     lease.strike(TrialState.KILLED, SweepState.CANCELLED, "cancelled")
     lease.release()
     end_at_once(exit_code=1)
+
+
+def _end_broken(lease: Lease, sweep: str, why: str, code: int = 1) -> None:
+    """What would be waited for in vain, such as a Ray that is gone: this command ends, and its trials can go on."""
+    from orchestrator.ledger.models import SweepState
+
+    try:
+        lease.strike(TrialState.KILLED, SweepState.INTERRUPTED, why)
+        lease.release()
+        left = "its trials are marked killed"
+    except Exception as error:  # whoever looks next marks them, since this process is gone by then
+        left = f"the next orch command marks its trials lost ({str(error).splitlines()[0]})"
+    print(f"{why}: this command and its workers end now, {left}", file=sys.stderr)
+    print(f"  orch resume {sweep:<30}  go on from the saved states", file=sys.stderr, flush=True)
+    end_at_once(exit_code=code)
 
 
 def _with_budget(ending: SweepEnding, request: SweepRequest, spec: SweepSpec) -> SweepEnding:
@@ -353,106 +372,6 @@ def create_sweep(
         experiment_id=experiment_id,
         findings=findings,
     )
-
-
-def open_run(
-    ledger: Ledger,
-    runs: Runs,
-    spec: SweepSpec,
-    workload: Description,
-    sweep: SweepRow,
-    observer: Observer,
-    backend: Backend,
-    refresh_views: Callable[[bool], None],
-    lease: Lease | Unheld | None = None,
-    mirroring: Mirroring | None = None,
-    again: Sequence[int] = (),
-) -> SweepRun:
-    """Frees what a dead command left running, and the trials of the numbers `again`; adopts runs without a trial, and
-    expands the search as far as it goes.
-    """
-    from orchestrator.execution.checkpoints import forget
-    from orchestrator.execution.sweep_run import Placement, SweepRun, this_host
-    from orchestrator.ledger.lease import Unheld
-    from orchestrator.ledger.models import SweepState
-    from orchestrator.tracking.facts import system_facts
-
-    for row in ledger.trials(sweep.id):
-        if row.number in again and row.state.is_result and row.run_id and sweep.experiment_id:
-            forget(runs.artifact_uri(sweep.experiment_id, row.run_id))  # it runs again, and not on from its end
-    released = ledger.release_unfinished(sweep.id, numbers=again)
-    orphans = {f"{sweep.id}/{row.number}": row for row in ledger.trials(sweep.id) if row.run_id is None}
-    if orphans and sweep.experiment_id:
-        for key, run_id in runs.adopt(orphans).items():
-            runs.log_params(run_id, orphans[key].config)  # the crash may have come before them
-            ledger.set_run(orphans[key].id, run_id)
-    run = SweepRun(
-        sweep=sweep,
-        spec=spec,
-        workload=workload,
-        searcher=make_searcher(with_kept_points(spec, [row.params for row in ledger.trials(sweep.id)])),
-        ledger=ledger,
-        runs=runs,
-        observer=observer,
-        placement=Placement(backend.device, this_host()),
-        run_tags=system_facts(workload.package),
-        refresh_views=refresh_views,
-        lease=lease or Unheld(),
-        mirroring=mirroring,
-    )
-    if line := where_it_goes_on(run, released):
-        observer.said(line)
-    run.expand()
-    ledger.set_sweep_state(sweep.id, SweepState.RUNNING)
-    run.refresh_views(True)
-    return run
-
-
-def view_refresher(engine: Engine, sweep: str) -> Callable[[bool], None]:
-    """Rebuilds the sweep's view when new metric keys have appeared, at most every ten seconds, or when told to."""
-    from orchestrator.database.borrow import borrowed
-    from orchestrator.database.view_catalog import rebuild_sweep_view, sweep_view_is_stale
-
-    looked_at = time.monotonic()
-
-    def refresh(now: bool = False) -> None:
-        nonlocal looked_at
-        if not now and time.monotonic() - looked_at < VIEW_REFRESH_S:
-            return
-        looked_at = time.monotonic()
-        with borrowed(engine) as connection:
-            if now or sweep_view_is_stale(connection, sweep):
-                rebuild_sweep_view(connection, sweep, lock_wait_s=30.0 if now else 2.0)
-
-    return refresh
-
-
-def settle(ledger: Ledger, sweep: SweepRow, run: SweepRun, remainders: Sequence[Remainder]) -> int:
-    """Writes how the sweep ended and returns the command's exit code."""
-    from orchestrator.ledger.models import SweepState
-
-    run.refresh_views(True)
-    if run.cancelled:
-        ledger.set_sweep_state(sweep.id, SweepState.CANCELLED)
-        return 1
-    if run.interrupted:  # a signal that came too late to stop anything leaves nothing to go on with
-        is_left = any(row.state in UNFINISHED for row in run.trials.values()) or len(run.trials) < plan_count(run.spec)
-        ledger.set_sweep_state(sweep.id, SweepState.INTERRUPTED if is_left else SweepState.FINISHED)
-        return INTERRUPTED
-    if run.abort_reason:
-        ledger.set_sweep_state(sweep.id, SweepState.FAILED)
-        return 1
-    is_cut_short = run.time.is_up and run.counts()[TrialState.WAITING] > 0
-    ledger.set_sweep_state(sweep.id, SweepState.INTERRUPTED if is_cut_short else SweepState.FINISHED)
-    is_whole = not run.without_record and all(one.is_empty for one in remainders)
-    code_of = _code_of_what_is_over if is_cut_short else exit_code
-    return code_of(run.counts()) if is_whole else 1
-
-
-def _code_of_what_is_over(counts: Mapping[TrialState, int]) -> int:
-    """The exit code where time was up, or would have been: trials that still wait are no failure."""
-    left = (TrialState.WAITING, TrialState.RUNNING, TrialState.KILLED, TrialState.LOST)
-    return exit_code({state: count for state, count in counts.items() if state not in left})
 
 
 def _time_is_up(ledger: Ledger, sweep: SweepRow, spec: SweepSpec) -> bool:

@@ -7,13 +7,18 @@ from collections.abc import Iterable
 from urllib.parse import quote, quote_plus
 
 MASK = "***"
+SECRET_PARAMETERS = ("password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key")
 SHORTEST = 6  # characters; to hide a shorter password wherever its letters stand would tear every text apart
 
-# A URL's `user:password@`, the last `@` before the path ends it; and `password=...` as libpq, Python and YAML write it.
-_IN_URL = re.compile(r"(://[^\s:/@'\"]*:)[^\s/'\"]*@")
+# A URL's `user:password@`, the last `@` before the path ends it; and `password=...` as libpq, shells, Python, YAML and
+# JSON, also inside of JSON, write it. Without quotes it ends before a space or a `&`, brackets and commas there aside.
+# Of a text that can be read in two ways too much is hidden rather than too little.
+_IN_URL = re.compile(r"(://[^\s:/@]*:)[^\s/]*@")
 _NAMED = re.compile(
-    r"""(?ix) ((?:password|passwd|auth_token|api_key|client_secret|secret_key|access_key|scram_(?:client|server)_key)
-    ["']? \s* [=:] \s*) (?: '(?:[^'\\]|\\.|'')*' | "(?:[^"\\]|\\.)*" | [^\s,;&"')}\]]+ )"""
+    r"""(?ix) ((?:password|passwd|(?:auth|access|refresh|session|security)[_-]?token|api[_-]?key|client[_-]?secret
+    |secret[_-]?key|access[_-]?key|scram_(?:client|server)_key)
+    \\* ["']? \s* [=:] \s*)
+    (?: [bru]{0,2} (?: '(?:[^'\\]|\\.|'')*' | "(?:[^"\\]|\\.)*" ) | (\\+["']) .*? (?<!\\)\2 | [^\s&]*[^\s&"')}\],;] )"""
 )
 
 

@@ -9,7 +9,7 @@ from orchestrator.database.borrow import borrowed
 from orchestrator.database.view_catalog import drop_sweep_view
 from orchestrator.errors import NotFound
 from orchestrator.ledger.store import Ledger
-from orchestrator.reports.source import sweep_facts
+from orchestrator.reports.source import stored_sweep
 from orchestrator.settings import artifact_root
 from orchestrator.tracking.runs import Runs
 from orchestrator.workspace import open_workspace
@@ -24,10 +24,7 @@ def remove_sweep(home: Path | None, name: str, purge: bool) -> str:
     workspace = open_workspace(home)
     engine = workspace.database.engine("orch rm")
     ledger = Ledger(engine)
-    sweep = ledger.find_sweep(name)
-    if sweep is None or (sweep.archived_at is not None and not purge):
-        sweep_facts(workspace.query, name)  # says which names there are
-    assert sweep is not None, "the view has just shown it"
+    sweep = stored_sweep(ledger, workspace.query, name, archived=purge)
     runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
     archive_name = f"{name}~{sweep.id}"
     with ledger.hold(sweep.id):  # MLflow first: what fails half-way can be typed again
@@ -41,7 +38,9 @@ def remove_sweep(home: Path | None, name: str, purge: bool) -> str:
             ledger.purge(sweep.id)
             from orchestrator.search.mirror import unmirror  # Optuna takes half a second to import
 
-            unmirror(workspace.database.url, name)
+            study = name.removesuffix(f"~{sweep.id}")  # archiving has left it its name
+            if ledger.find_sweep(study) is None:  # else it is by now that of the sweep which took the name
+                unmirror(workspace.database.url, study)
         else:
             ledger.archive(sweep.id)
         with borrowed(engine) as connection:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # need the database's driver
     from orchestrator.execution.sweep_run import SweepRun
     from orchestrator.ledger.rows import SweepRow, TrialRow
 
-UNFINISHED = (TrialState.WAITING, TrialState.RUNNING, TrialState.KILLED, TrialState.LOST)
 MAX_NAMED = 5
 
 
@@ -58,8 +57,16 @@ def stored_spec(sweep: SweepRow, overrides: Sequence[str] = ()) -> SweepSpec:
 
 
 def where_it_goes_on(run: SweepRun, released: Sequence[TrialRow]) -> str:
-    """`2 trials go on behind the start: 3 from step 31, 7 from step 41`; empty where all begin at the start."""
-    steps = {trial.number: run.first_step_of(trial) for trial in released if trial.run_id}
+    """`2 trials go on behind the start: 3 from step 31, 7 from step 41`; empty where all begin at the start.
+
+    Where the states cannot be looked at now, that: each trial that begins asks again.
+    """
+    from orchestrator.execution.checkpoints import Unusable
+
+    try:
+        steps = {trial.number: run.first_step_of(trial) for trial in released if trial.run_id}
+    except Unusable as error:
+        return str(error)
     later = {number: step for number, step in sorted(steps.items()) if step > 0}
     if not later:
         return ""

@@ -20,6 +20,7 @@ from types import FrameType
 from orchestrator import background
 from orchestrator.errors import OrchError
 from orchestrator.settings import Home, artifact_root
+from orchestrator.signals import handled_by
 from orchestrator.workspace import Workspace, find_home, open_workspace
 
 NAME = "ui"  # of the service in the background
@@ -34,9 +35,6 @@ DASHBOARD = "overview.py"
 MLFLOW_READY = "/api/2.0/mlflow/experiments/search?max_results=1"  # unlike /health it opens the database
 MLFLOW_SESSION = "orch ui (MLflow)"  # what MLflow's connections are called in pg_stat_activity
 WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
-LOG_LIMIT_BYTES = 5_000_000  # a log that is longer at a start begins anew
-LOG_TAIL_BYTES = 20_000
 
 
 @dataclass(frozen=True)
@@ -58,27 +56,35 @@ class Server:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
-Child = tuple[Server, subprocess.Popen[bytes]]
+@dataclass(frozen=True)
+class Child:
+    """A server that was started; its words stand in its log from `offset` on, in bytes."""
+
+    server: Server
+    process: subprocess.Popen[bytes]
+    offset: int
+
+    def last_words(self) -> str:
+        """The last line that says something, and where the rest is."""
+        words = background.last_words(self.server.log, self.offset).split("\n")
+        lines = [line.strip() for line in words if line.strip()]
+        return (f": {lines[-1]}" if lines else "") + f"\nread {self.server.log}"
 
 
 class StopRequest:
-    """Notes the first signal that asks us to stop; the handlers of before are back at the end."""
+    """Whether a signal has asked us to stop."""
 
-    def __init__(self) -> None:
-        self.received = False
-        self._before: dict[int, object] = {}
+    received = False
 
-    def __enter__(self) -> StopRequest:
-        for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+
+
+@contextlib.contextmanager
+def stop_request() -> Iterator[StopRequest]:
+    stop = StopRequest()
+    with handled_by(stop.note):
+        yield stop
 
 
 def serve_ui(home: Path | None, host: str, port: int | None, say: Callable[[str], None]) -> int:
@@ -87,8 +93,8 @@ def serve_ui(home: Path | None, host: str, port: int | None, say: Callable[[str]
     Where the one that `orch up` started serves already, says so and returns 0. Raises OrchError, with nothing left
     running, when a port is taken or a server does not start.
     """
-    found = background.find(find_home(home)[1], NAME)
-    if found is not None and found.is_up and host == HOST and port in (None, found.facts["port"]):
+    found = _in_background(find_home(home)[1])
+    if found is not None and host == HOST and port in (None, found.facts["port"]):
         for line in (*addresses(found), "It runs in the background; orch down stops it."):
             say(line)
         return 0
@@ -101,9 +107,9 @@ def serve_ui(home: Path | None, host: str, port: int | None, say: Callable[[str]
         os.environ[background.MARK] = mark
     mlflow = _mlflow(workspace, host, port)
     servers = [mlflow, _dashboards(workspace, host, port + 1, mlflow.url)]
-    with StopRequest() as stop, _running(servers) as children:
-        for server, child in children:
-            if not _is_up(server, child, stop):
+    with stop_request() as stop, _running(servers) as children:
+        for child in children:
+            if not _is_up(child, stop):
                 return 0
         if mark:
             background.announce(workspace.home, NAME, {"port": port, **{one.name: one.url for one in servers}})
@@ -120,13 +126,21 @@ def start_ui(home: Home, port: int | None) -> background.Service:
 
     Without `port` it takes the first free pair from the usual one on: each home has its own.
     """
-    found = background.find(home, NAME)
-    if found is not None and found.is_up:
+    if (found := _in_background(home)) is not None:
         return found
     port = port or _free_pair()
     for wanted in (port, port + 1):
         _refuse_taken_port(HOST, wanted)
     return background.start(home, NAME, background.orch("--home", str(home.path), "ui", "--port", str(port)))
+
+
+def _in_background(home: Home) -> background.Service | None:
+    """The UI that runs there. What a dead one has left is ended: its servers hold the ports."""
+    found = background.find(home, NAME)
+    if found is not None and found.is_up:
+        return found
+    background.stop(home, NAME)
+    return None
 
 
 def addresses(service: background.Service) -> list[str]:
@@ -156,7 +170,8 @@ def _mlflow(workspace: Workspace, host: str, port: int) -> Server:
         "MLFLOW_DISABLE_TELEMETRY": os.environ.get("MLFLOW_DISABLE_TELEMETRY", "true"),
     }
     command = [sys.executable, "-m", "mlflow", "server", *flags, "--no-serve-artifacts"]
-    return Server(MLFLOW, command, environment, host, port, MLFLOW_READY, _log_file(workspace, "mlflow"))
+    log = background.log_file(workspace.home, "mlflow")
+    return Server(MLFLOW, command, environment, host, port, MLFLOW_READY, log)
 
 
 def _dashboards(workspace: Workspace, host: str, port: int, mlflow_url: str) -> Server:
@@ -168,7 +183,8 @@ def _dashboards(workspace: Workspace, host: str, port: int, mlflow_url: str) -> 
         "MARIMO_SKIP_UPDATE_CHECK": "1",
     }
     command = [sys.executable, "-m", "marimo", "run", *flags, str(_app_file())]
-    return Server(DASHBOARDS, command, environment, host, port, "/health", _log_file(workspace, "dashboards"))
+    log = background.log_file(workspace.home, "dashboards")
+    return Server(DASHBOARDS, command, environment, host, port, "/health", log)
 
 
 def _app_file() -> Path:
@@ -179,35 +195,18 @@ def _app_file() -> Path:
     raise OrchError("the folder dashboards/ is missing from this installation; install orch again")
 
 
-def _log_file(workspace: Workspace, name: str) -> Path:
-    return workspace.home.folder("logs") / f"{name}.log"
-
-
 @contextlib.contextmanager
 def _running(servers: Sequence[Server]) -> Iterator[list[Child]]:
     """Starts them side by side; at the end asks all to stop, then makes them. None outlives the block."""
     children: list[Child] = []
     try:
         for server in servers:
-            children.append((server, _started(server)))
+            environment = {**_inherited_environment(), **server.environment}
+            # In a process group of its own: stopping the group stops its workers too.
+            children.append(Child(server, *background.spawn(server.command, server.log, environment)))
         yield children
     finally:
-        _stop([process for _, process in children])
-
-
-def _started(server: Server) -> subprocess.Popen[bytes]:
-    """In a process group of its own: a Ctrl-C reaches only us, and stopping the group stops its workers too."""
-    if server.log.exists() and server.log.stat().st_size > LOG_LIMIT_BYTES:
-        os.truncate(server.log, 0)
-    with server.log.open("ab") as log:  # two `orch ui` may share it
-        return subprocess.Popen(
-            server.command,
-            env={**_inherited_environment(), **server.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        _stop([child.process for child in children])
 
 
 def _inherited_environment() -> dict[str, str]:
@@ -255,16 +254,17 @@ def _refuse_taken_port(host: str, port: int) -> None:
         ) from error
 
 
-def _is_up(server: Server, child: subprocess.Popen[bytes], stop: StopRequest) -> bool:
+def _is_up(child: Child, stop: StopRequest) -> bool:
     """Waits for the server's first answer; False when we are asked to stop before. Raises OrchError."""
+    server = child.server
     deadline = time.monotonic() + START_TIMEOUT_S
     while not stop.received:
-        if child.poll() is not None:
-            raise OrchError(f"{server.name} did not start (exit code {child.returncode}){_last_words(server)}")
+        if (code := child.process.poll()) is not None:
+            raise OrchError(f"{server.name} did not start (exit code {code}){child.last_words()}")
         if _answers(server.url + server.health):
             return True
         if time.monotonic() > deadline:
-            raise OrchError(f"{server.name} did not answer within {START_TIMEOUT_S:.0f} s{_last_words(server)}")
+            raise OrchError(f"{server.name} did not answer within {START_TIMEOUT_S:.0f} s{child.last_words()}")
         time.sleep(POLL_S)
     return False
 
@@ -280,16 +280,9 @@ def _answers(url: str) -> bool:
 
 def _wait(children: Sequence[Child], stop: StopRequest) -> int:
     while not stop.received:
-        for server, child in children:
-            if child.poll() is not None:
-                print(f"{server.name} ended with exit code {child.returncode}{_last_words(server)}", file=sys.stderr)
+        for child in children:
+            if (code := child.process.poll()) is not None:
+                print(f"{child.server.name} ended with exit code {code}{child.last_words()}", file=sys.stderr)
                 return 1
         time.sleep(POLL_S)
     return 0
-
-
-def _last_words(server: Server) -> str:
-    """The log's last line that says something, and where the rest is."""
-    text = server.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (f": {lines[-1]}" if lines else "") + f"\nread {server.log}"

@@ -10,16 +10,25 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from orchestrator.errors import PlaceUnusable
+from orchestrator.locks import is_free, try_lock_folder
 
 HOME_NAME = ".orch"
+# With these libpq notices within half a minute that a database across a network has vanished; local sockets need none.
+LIVENESS: Mapping[str, Any] = {
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30_000,  # milliseconds
+}
 
 
 class Settings(BaseSettings):
@@ -97,10 +106,11 @@ class Home:
             if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid():
                 raise PermissionError(errno.EACCES, "belongs to another user")
         for old in parent.iterdir():
-            if old.name.isdigit() and not Path(f"/proc/{old.name}").exists():
+            if old.name.isdigit() and is_free(old):
                 shutil.rmtree(old, ignore_errors=True)
-        mine = parent / str(os.getpid())
-        mine.mkdir(mode=0o700, parents=True, exist_ok=True)  # the last command to leave may have removed its parent
+        mine = _new_folder(parent)
+        while try_lock_folder(mine) is None:  # held until this process ends; another has just taken it for a dead one's
+            mine = _new_folder(parent)
         return mine
 
     @cached_property
@@ -123,6 +133,12 @@ def _usable(path: Path) -> Iterator[None]:
         raise PlaceUnusable(
             f"{path}  cannot be used: {error.strerror}; mend that, or choose another folder with --home or ORCH_HOME"
         ) from error
+
+
+def _new_folder(parent: Path) -> Path:
+    path = parent / f"{secrets.randbelow(10**7)}"  # no process id: containers that share /tmp have the same ones
+    path.mkdir(mode=0o700, parents=True)  # the last command to leave may have removed the parent
+    return path
 
 
 def _write_secret(path: Path) -> None:

@@ -24,7 +24,11 @@ SAME_WORD_S = 0.25  # `timeout` and `make` signal their child and then its group
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """All three raise KeyboardInterrupt; SIGHUP does not where it is ignored, as under nohup. For the main thread."""
+    """All three raise KeyboardInterrupt; SIGHUP does not where it is ignored, as under nohup. For the main thread.
+
+    Afterwards they are ignored: a command that has had its last word cannot be stopped any more, only be made to print
+    the traceback of how it ends.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -34,15 +38,21 @@ def interruptible() -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, lambda *_: end_at_once())
     try:
-        with _handled_by(interrupt):
+        with handled_by(interrupt):
             yield
     except Exception as error:
         if signal.alarm(0):  # what it interrupted has turned it into an error of its own
             raise KeyboardInterrupt from error
         raise
     finally:
+        ignore()
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def ignore() -> None:
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Signals:
@@ -56,7 +66,7 @@ class Signals:
     def arm(self, interrupt: Callable[[], None]) -> None:
         """From here on a signal calls `interrupt` and raises nothing. Call from the main thread."""
         self._interrupt = interrupt
-        self._handlers.enter_context(_handled_by(self._received))
+        self._handlers.enter_context(handled_by(self._received))
         if signal.alarm(0):  # an earlier signal was swallowed
             self._received(signal.SIGINT, None)
 
@@ -78,7 +88,8 @@ class Signals:
 
 
 @contextlib.contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """All three call `handler`, SIGHUP unless it is ignored; the handlers of before are back at the end."""
     before: dict[int, Any] = {number: signal.getsignal(number) for number in STOPPING}
     handled = [number for number in STOPPING if number != signal.SIGHUP or before[number] != signal.SIG_IGN]
     for number in handled:

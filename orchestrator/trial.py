@@ -25,6 +25,8 @@ OWN_CHECKS = ("checkpoint", "metric_name", "probe_failed", "unread_field")
 OWN_EARLY_CHECKS = ("check_failed", "not_checked")
 """What orch itself may find about a sweep before it trains. Ends no trial."""
 
+MAX_TEXT = 20_000  # characters of an error's text, or of a finding's
+
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line ends
 
 
@@ -53,6 +55,11 @@ class TrialState(StrEnum):
     @property
     def is_over(self) -> bool:
         return self not in (TrialState.WAITING, TrialState.RUNNING)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True for what whoever resumes the sweep goes on with unasked: it has no result, and no failure of its own."""
+        return not self.is_result and self is not TrialState.FAILED
 
     @property
     def mlflow_status(self) -> str:
@@ -103,8 +110,24 @@ def storable(text: str) -> str:
 
     Control characters, NUL among them, and lone surrogates are spelled out; tabs and line ends stay.
     """
-    spelled = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", mask(text))
-    return spelled.encode("utf-8", "backslashreplace").decode()
+    return shown(mask(text)).encode("utf-8", "backslashreplace").decode()
+
+
+def shown(text: str) -> str:
+    """The text with its control characters spelled out, but for tabs and line ends: a terminal obeys none of it."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def bounded(text: str) -> str:
+    """A storable text of at most about `MAX_TEXT` characters: its beginning, what is left out, its end.
+
+    Cut generously before passwords are looked for, and to size afterwards: none of them is cut in two.
+    """
+    if len(text) <= MAX_TEXT:
+        return storable(text)
+    half = MAX_TEXT // 2
+    left_out = f"\n[orch: {len(text) - 2 * half} characters are left out]\n"
+    return storable(text[: 2 * half])[:half] + left_out + storable(text[-2 * half :])[-half:]
 
 
 def real(name: str, value: Any) -> float:
@@ -160,7 +183,7 @@ class Finding:
 def _text(name: str, given: Any) -> str:
     if not isinstance(given, str):
         raise TypeError(f"a finding's {name} is {given!r:.100}, not a text")
-    return storable(given)
+    return bounded(given)
 
 
 def _severity(given: Any) -> Severity:
@@ -225,7 +248,7 @@ class Outcome:
     last_step: int | None = None
     diverged_at: int | None = None
     reason: str = ""  # one line: why it diverged, failed or was stopped
-    error: str = ""  # the traceback, when there is one
+    error: str = ""  # the traceback, when there is one; bounded
     failure: Failure = Failure.NONE
     seconds: float | None = None  # of training, measured where it trained; None when that died with it
     host: str = ""  # where it trained
@@ -234,7 +257,7 @@ class Outcome:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", storable(self.reason))
-        object.__setattr__(self, "error", storable(self.error))
+        object.__setattr__(self, "error", bounded(self.error))
 
 
 @dataclass(frozen=True)
@@ -252,7 +275,7 @@ def in_words(error: BaseException) -> str:
     """`ValueError: no rows`, also of an error that cannot say what it is."""
     try:
         return f"{type(error).__name__}: {error}"
-    except (Exception, SystemExit) as second:
+    except BaseException as second:  # what a text may raise is as free as what a workload may
         return f"{type(error).__name__}, whose own text fails with {type(second).__name__}"
 
 

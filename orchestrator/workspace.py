@@ -12,10 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from orchestrator import __version__, ledger
-from orchestrator.database import reader, schema, view_catalog
+from orchestrator.database import embedded, reader, schema, view_catalog
 from orchestrator.database.connection import Database, open_database
 from orchestrator.database.expected import refuse_another
-from orchestrator.ledger.lease import reap
+from orchestrator.ledger.lease import holders, reap
 from orchestrator.reports.source import Query
 from orchestrator.settings import Home, Settings, artifact_root, journal_folder, remote_journal_folder
 from orchestrator.tracking.standing import mark_runs
@@ -49,10 +49,25 @@ class Workspace:
         """The journal on the nodes of a cluster."""
         return remote_journal_folder(self.settings) / self.identity
 
+    @property
+    def journals(self) -> list[Path]:
+        """Where this host keeps points for the database: recorders of its own sweeps, and those of a cluster's node."""
+        return list(dict.fromkeys((self.journal, self.remote_journal)))
+
     def reap(self) -> None:
         """Marks what dead commands left running as lost."""
         with self.database.connect("orch") as connection:
             reap(connection, mark_runs)
+
+    def is_dead(self, command: str) -> bool:
+        """True for a holder (`<pid>@<host>`) that died on this machine and that `reap` could not mark."""
+        with self.database.connect("orch") as connection:
+            return any(one.name == command and one.is_gone for one in holders(connection))
+
+    def revive_database(self) -> None:
+        """Starts the embedded server again if it was killed. Raises DatabaseUnavailable when that fails."""
+        if self.is_embedded:
+            embedded.revive(self.home)
 
     @cached_property
     def query(self) -> Query:
@@ -66,7 +81,8 @@ class Workspace:
             return Database.from_url(self.settings.reader_url.get_secret_value())
         secret = dict(self.database.parameters).get("password") or self.home.secret("reader")
         with self.database.connect("orch") as connection:
-            return reader.reader_database(self.database, reader.ensure_reader(connection, secret))
+            login = reader.ensure_reader(connection, secret, is_server_ours=self.is_embedded)
+            return reader.reader_database(self.database, login)
 
 
 def find_home(home: Path | None) -> tuple[Settings, Home]:

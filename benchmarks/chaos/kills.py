@@ -20,6 +20,7 @@ GONE_TIMEOUT_S = 20.0  # Ray's workers notice within three seconds that their dr
 HELPERS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # they write nothing, and leave a minute after their driver
 NO_WORKERS = (*HELPERS, "ray::Recorder", "ray::Arbiter", "ray::IDLE")
 HELPERS_TIMEOUT_S = 120.0
+VITAL_OF_RAY = ("raylet", "gcs_server")
 
 
 @dataclass
@@ -42,6 +43,10 @@ class Family:
     @property
     def workers(self) -> list[psutil.Process]:
         return [one for one in self.called("ray::") if not title(one).startswith(NO_WORKERS)]
+
+    @property
+    def ray(self) -> list[psutil.Process]:
+        return [one for one in self.look() if name(one) in VITAL_OF_RAY]
 
     @property
     def recorders(self) -> list[psutil.Process]:
@@ -96,6 +101,11 @@ def driver(scene: Scene) -> bool:
 
 def worker(scene: Scene) -> bool:
     return end(_one_of(scene.chance, scene.family.workers))
+
+
+def ray(scene: Scene) -> bool:
+    """One of the two processes without which Ray is none."""
+    return end(_one_of(scene.chance, scene.family.ray))
 
 
 def recorder(scene: Scene) -> bool:
@@ -158,11 +168,11 @@ def stand_still(scene: Scene) -> bool:
 KILLS: dict[str, Kill] = {
     kill.__name__.replace("_", " "): kill
     for kill in (
-        *(driver, worker, recorder, arbiter, postgres, group, everything),
+        *(driver, worker, ray, recorder, arbiter, postgres, group, everything),
         *(terminate, interrupt, interrupt_twice, stand_still),
     )
 }
-ENDS_THE_COMMAND = ("driver", "group", "everything", "terminate", "interrupt", "interrupt twice")
+ENDS_THE_COMMAND = ("driver", "ray", "group", "everything", "terminate", "interrupt", "interrupt twice")
 STOPS_POSTGRES = ("postgres", "everything")
 
 
@@ -179,6 +189,13 @@ def lives(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
 
 
 def title(process: psutil.Process) -> str:

@@ -142,6 +142,7 @@ class Chaos:
                 raise Violation(f"orch status exits {code} after {kind}:\n{said}")
             if kind in ENDS_THE_COMMAND:
                 self._nothing_claims_to_run()
+                self._ends_agree()
 
     def _nothing_claims_to_run(self) -> None:
         """After the command's end and one look, neither the ledger nor MLflow says that a trial runs."""
@@ -153,6 +154,18 @@ class Chaos:
         with self._lab.connect() as connection:
             if rows := connection.execute(query).fetchall():
                 raise Violation(f"trials claim to run after their command's end: {rows}")
+
+    def _ends_agree(self) -> None:
+        """What a dead command left ended at its last word, in the ledger and in MLflow."""
+        query = """
+            select trial.number, trial.ended_at, run.end_time from orch_ledger.trials as trial
+            join public.runs as run on run.run_uuid = trial.run_id
+            where trial.state = 'lost'
+                and run.end_time is distinct from round(extract(epoch from trial.ended_at) * 1000)::bigint
+        """
+        with self._lab.connect() as connection:
+            if rows := connection.execute(query).fetchall():
+                raise Violation(f"MLflow shows another end of lost trials than the ledger: {rows}")
 
     # After a sweep
 

@@ -83,6 +83,7 @@ def main() -> None:
     """The console script: maps errors of the user's making to one block of text and the documented exit codes."""
     from orchestrator.errors import OrchError
     from orchestrator.signals import interruptible
+    from orchestrator.trial import shown
 
     sys.excepthook = _show_masked
     try:
@@ -94,7 +95,7 @@ def main() -> None:
     except click.Abort:
         code = 130
     except OrchError as error:
-        click.echo(str(error), err=True)
+        click.echo(shown(str(error)), err=True)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

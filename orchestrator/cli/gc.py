@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
 from orchestrator.cli.output import print_table
@@ -11,14 +13,17 @@ def _seconds(ctx: click.Context, option: click.Parameter, text: str) -> float:
     from orchestrator.spec.document import Node
     from orchestrator.spec.sections import duration_s
 
+    if re.fullmatch(r"0+[smhd]?", text.strip()):
+        return 0.0  # keep nothing for its youth: a duration elsewhere is never 0
     try:
-        return duration_s(Node(text, option.name or "", text))
+        is_number = re.fullmatch(r"[0-9]+(\.[0-9]+)?", text.strip())
+        return duration_s(Node(float(text) if is_number else text, option.name or "", text))
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
 
 @click.command(name="gc")
-@click.option("--older-than", default="7d", callback=_seconds, help="Keep what is younger: 30d, 12h, ... (7d).")
+@click.option("--older-than", default="7d", callback=_seconds, help="Keep what is younger: 30d, 12h, 90 (s), ... (7d).")
 @click.option("--dry-run", is_flag=True, help="Show it, remove nothing.")
 @click.option("--archived", is_flag=True, help="Also the sweeps that `orch rm` archived.")
 @click.option("--checkpoints", is_flag=True, help="Also the checkpoints of failed and diverged trials.")

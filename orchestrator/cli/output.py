@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 
 from orchestrator.reports.table import Format, Table, as_csv, as_json, short
 from orchestrator.spec.domains import is_number
+from orchestrator.trial import shown
 
 PIPE_WIDTH = 100_000  # columns when the output is not a terminal: nothing may be cut
 
@@ -35,16 +36,16 @@ def print_table(table: Table, fmt: Format = "table") -> None:
 def _print_for_people(table: Table) -> None:
     out = console()
     if table.title:
-        out.print(table.title, markup=False, style="bold")
+        out.print(shown(table.title), markup=False, style="bold")
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
     numeric = [_is_numeric(table, index) for index in range(len(table.columns))]
     for name, right in zip(table.columns, numeric, strict=True):
-        drawn.add_column(name, justify="right" if right else "left", overflow="fold")
+        drawn.add_column(_escaped(shown(name)), justify="right" if right else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(_escaped(short(value)) for value in row))
+        drawn.add_row(*(_escaped(shown(short(value))) for value in row))
     out.print(drawn)
     for note in table.notes:
-        out.print(note, markup=False, style="dim")
+        out.print(shown(note), markup=False, style="dim")
 
 
 def _is_numeric(table: Table, index: int) -> bool:

@@ -26,7 +26,7 @@ from orchestrator.execution.job import Job
 from orchestrator.execution.sweep_run import Observer, SweepRun
 from orchestrator.reports.table import Format, short
 from orchestrator.signals import silence
-from orchestrator.trial import Failure, Finding, Outcome, Severity, TrialState, jsonable
+from orchestrator.trial import Failure, Finding, Outcome, Severity, TrialState, jsonable, shown
 
 RATE_WINDOW = 20  # endings that the rate and the time left are computed from
 CLOSE_TIMEOUT_S = 5.0
@@ -85,7 +85,7 @@ class Tally:
     def print_line(self, text: str) -> None:
         """When nobody can read it any more (a terminal that closed, a `tee` that Ctrl-C ended), the sweep stops."""
         try:
-            print(text, file=self._out, flush=True)
+            print(shown(text), file=self._out, flush=True)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
@@ -249,7 +249,7 @@ class LiveTable(Tally):
         self._live.update(self._drawn())
 
     def said(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+        self._live.console.print(shown(text), markup=False, highlight=False)
 
     def _drawn(self) -> RichTable:
         assert self.run is not None
@@ -280,7 +280,9 @@ def ending_line(tally: Tally, job: Job, outcome: Outcome, will_retry: bool) -> s
         parts.append(f"{job.metric}={short(outcome.objective)}")
     if outcome.reason:
         parts.append(outcome.reason)
-    if will_retry:
+    if will_retry and tally.run.stopping:
+        parts.append(f"(attempt {job.attempt}; orch resume tries it again)")
+    elif will_retry:
         is_first_of_memory = outcome.failure is Failure.OUT_OF_MEMORY and not job.alone
         parts.append(f"(attempt {job.attempt}; trying again{' alone, after the others' * is_first_of_memory})")
     return "  ".join(part for part in parts if part)

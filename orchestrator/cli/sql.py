@@ -25,9 +25,15 @@ def command(ctx: click.Context, query: str | None, file: Path | None, fmt: Forma
 
     if query and file:
         raise click.UsageError("give a query or -f FILE, not both")
-    text = file.read_text() if file else query
-    if text is None and not sys.stdin.isatty():
-        text = sys.stdin.read()
+    text = query
+    try:
+        if file:
+            text = file.read_text(encoding="utf-8")
+        elif text is None and not sys.stdin.isatty():
+            text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        place = f"{file or 'standard input'}  byte {error.start}"
+        raise QueryError(f"{place} is not UTF-8: save the query as UTF-8 and run it again") from None
     if text is not None and not text.strip():
         raise QueryError("the query is empty; write for example: orch sql 'select sweep, state from sweeps'")
     run = open_for_reading(ctx.obj)

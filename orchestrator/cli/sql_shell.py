@@ -10,6 +10,7 @@ from orchestrator.cli.output import print_table
 from orchestrator.errors import QueryError
 from orchestrator.reports.source import Query
 from orchestrator.reports.table import Format, Table
+from orchestrator.trial import shown
 
 VIEWS = "select table_name as view from information_schema.views where table_schema = 'orch' order by 1"
 
@@ -23,7 +24,7 @@ def shell(run: Query, fmt: Format) -> None:
         try:
             print_table(Table(*run(VIEWS if statement == "\\d" else statement)), fmt)
         except QueryError as error:
-            click.echo(str(error), err=True)
+            click.echo(shown(str(error)), err=True)
 
 
 def _statements() -> Iterator[str]:

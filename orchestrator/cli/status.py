@@ -17,12 +17,13 @@ def command(ctx: click.Context, sweep: str | None, as_spec: bool, fmt: Format) -
     """Sweeps and their progress; with SWEEP, its trials that are running, failed or killed."""
     from orchestrator.reports.spec_text import spec_text
     from orchestrator.reports.status import all_sweeps, one_sweep
-    from orchestrator.workspace import open_for_reading
+    from orchestrator.workspace import open_workspace
 
     if as_spec and not sweep:
         raise click.UsageError("--spec  needs the name of a sweep: orch status SWEEP --spec")
-    query = open_for_reading(ctx.obj)
+    workspace = open_workspace(ctx.obj)
+    query = workspace.query
     if as_spec and sweep:
         click.echo(spec_text(query, sweep), nl=False)
         return
-    print_table(one_sweep(query, sweep) if sweep else all_sweeps(query), fmt)
+    print_table(one_sweep(query, sweep, workspace.is_dead) if sweep else all_sweeps(query), fmt)

@@ -10,7 +10,7 @@ from orchestrator.cli.output import print_table
 from orchestrator.ending import SweepEnding
 from orchestrator.reports.health import found_in_words
 from orchestrator.reports.table import Format
-from orchestrator.trial import jsonable
+from orchestrator.trial import jsonable, shown
 
 
 def print_end(ending: SweepEnding, fmt: Format) -> None:
@@ -27,7 +27,7 @@ def print_end(ending: SweepEnding, fmt: Format) -> None:
     if ending.found:
         click.echo(f"findings: {found_in_words(ending.found)}; orch health {ending.sweep}")
     for remark in ending.remarks:
-        click.echo(remark)
+        click.echo(shown(remark))
     click.echo()
     for command, meaning in ending.next_commands:
         click.echo(f"  {command:<60}  {meaning}")

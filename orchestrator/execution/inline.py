@@ -10,7 +10,15 @@ from orchestrator.execution.job import Feed, Job
 from orchestrator.execution.judging import Judge, Unjudged, rebuilt
 from orchestrator.execution.printing import captured
 from orchestrator.execution.trial_run import run_trial
-from orchestrator.tracking.recorder import DecisionRow, FindingRow, Points, Recorder, Remainder, connect_by_url
+from orchestrator.tracking.recorder import (
+    DecisionRow,
+    FindingRow,
+    Points,
+    Recorder,
+    Remainder,
+    connect_by_url,
+    secrets_of,
+)
 from orchestrator.trial import Decision, Finding
 
 SYNC_TIMEOUT_S = 60.0
@@ -38,7 +46,7 @@ class RecorderSink:
 
     @property
     def stopping(self) -> bool:
-        self._feed.troubled(self._recorder.database_error)
+        self._feed.troubled(self._recorder.database_error, self._recorder.disk_error)
         self._feed.tick()
         return self._feed.stopping
 
@@ -60,7 +68,8 @@ def run_inline(feed: Feed, database_url: str, journal_folder: Path) -> Remainder
 
     Returns what the recorder could not write in time.
     """
-    recorder = Recorder(functools.partial(connect_by_url, database_url), journal_folder)
+    connect = functools.partial(connect_by_url, database_url)
+    recorder = Recorder(connect, journal_folder, secrets=secrets_of(database_url))
     sink = RecorderSink(recorder, feed)
     close_timeout_s = CLOSE_TIMEOUT_S
     try:

@@ -99,6 +99,10 @@ class Feed(Protocol):
     def judged_by(self, judge: Judge) -> None:
         """Whom to ask from now on; said before the first job is taken."""
 
+    @property
+    def overdue(self) -> bool:
+        """True when trials that still run have had their time to stop: their workers are to be ended."""
+
     def next_job(self) -> Job | None:
         """The next attempt to run, or None when there is none now."""
 
@@ -114,8 +118,11 @@ class Feed(Protocol):
     def avoided(self) -> Collection[str]:
         """Ids of the machines that take no more trials."""
 
-    def troubled(self, why: str) -> None:
-        """Said again and again: why points do not reach the database; empty when they do."""
+    def troubled(self, database: str, disk: str) -> None:
+        """Said again and again: why points do not reach the database, and why the journal; empty when they do."""
+
+    def broken(self, why: str) -> None:
+        """Said from any thread: the backend is gone. Does not return."""
 
     def tick(self) -> None:
         """Called several times a second while trials run."""

@@ -90,7 +90,7 @@ class Kept:
         if self._num_left_out or self._num_lines >= MAX_LINES or self._num_bytes >= MAX_BYTES:
             self._num_left_out += 1  # from the first one on: what is kept has no holes
             return
-        text = storable(_cut(_state_of(line)))
+        text = storable(cut(_state_of(line)))
         self._num_bytes += len(text.encode())
         self._take(stream, text)
 
@@ -158,6 +158,10 @@ class Route:
         for line in lines:
             self.write(line)
 
+    def close(self) -> None:
+        """Whoever closes sys.stdout closes what others still write to."""
+        self.flush()
+
     def _let_go(self) -> None:
         self._kept = None
 
@@ -176,7 +180,8 @@ def _state_of(line: str) -> str:
     return next((part for part in reversed(line.split("\r")) if part), "")
 
 
-def _cut(line: str) -> str:
+def cut(line: str) -> str:
+    """The line as it is kept."""
     if len(line) <= MAX_LINE_LENGTH:
         return line
     return f"{line[:MAX_LINE_LENGTH]} [orch: {len(line) - MAX_LINE_LENGTH} more characters]"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.database.borrow import borrowed
 from orchestrator.database.connection import is_away
-from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound, SpecError
-from orchestrator.execution.checkpoints import first_step_of, forget, keep_two, owner_of
+from orchestrator.errors import AlreadyExists, DatabaseLost, NotFound, ResourceError, SpecError
+from orchestrator.execution.checkpoints import Unusable, first_step_of, forget, keep_two, owner_of
 from orchestrator.execution.failures import Again, Attempted, Machines, Streak, explained, verdict_on
 from orchestrator.execution.field_reads import UNREAD_FIELD, field_of
 from orchestrator.execution.job import Job
@@ -91,6 +91,7 @@ class SweepRun:
         refresh_views: Callable[[bool], None],
         lease: Lease | Unheld,
         mirroring: Mirroring | None = None,
+        revive_database: Callable[[], None] = lambda: None,
     ) -> None:
         self.sweep, self.spec, self.workload, self.searcher = sweep, spec, workload, searcher
         self.ledger, self.runs, self.observer, self.placement = ledger, runs, observer, placement
@@ -99,21 +100,24 @@ class SweepRun:
         self.abort_reason = ""
         self.without_record: dict[int, str] = {}  # trial number -> why MLflow does not show how it ended
         self.interrupted = False
+        self.overdue = False  # what still runs although it was told to stop has had its time
         self.cancelled = False  # by `orch cancel`, from wherever
         self.lost_to: AlreadyExists | None = None  # another command drives this sweep now
+        self.end_broken: Callable[[str], None] = _raise_broken  # ends the command without a word more to the backend
         self.time = TimeBudget(spec.budget.time_s, ledger, sweep.id)
         self._judge: Judge = Unjudged()
         self._num_failures: Counter[int] = Counter()  # by trial number, since this command began
         self._streak, self._machines = Streak(), Machines()
         self._alone = {row.number for row in self.trials.values() if row.alone}
         self._lease = lease
-        self.patiently = Patience(observer.said, lambda: self.interrupted, lease.renew)
+        self.patiently = Patience(observer.said, lambda: self.interrupted, lease.renew, revive_database)
         self._spec_text = json.dumps(to_json(spec), indent=2, ensure_ascii=False)
         self._axes = values_by_axis(spec)
         self._news = News(ledger, sweep.id)
         self._searched_out = False
         self._said_stopping = False
         self._trouble = ""  # of the recorders with the database
+        self._said_disk = False  # that a journal cannot be written
 
     def interrupt(self) -> None:
         """What the first signal does: running trials save their state and end, nothing new starts."""
@@ -147,8 +151,8 @@ class SweepRun:
         return None
 
     def exhausted(self) -> bool:
-        unfinished = (TrialState.WAITING, TrialState.RUNNING)  # a running trial may come back for another attempt
-        return self._searched_out and not any(row.state in unfinished for row in self.trials.values())
+        # A running trial may come back for another attempt.
+        return self._searched_out and all(row.state.is_over for row in self.trials.values())
 
     def ended(self, job: Job, outcome: Outcome) -> None:
         outcome = self._discreet(outcome)
@@ -192,11 +196,28 @@ class SweepRun:
             return self._streak.explanation(self.sweep.name, self.counts()[TrialState.WAITING])
         return ""
 
+    @property
+    def is_left(self) -> bool:
+        """True if there is something to resume."""
+        is_unfinished = any(row.state.is_unfinished for row in self.trials.values())
+        return is_unfinished or len(self.trials) < plan_count(self.spec)
+
+    @property
+    def running(self) -> list[int]:
+        """The numbers of the trials that run."""
+        return [number for number, row in list(self.trials.items()) if row.state is TrialState.RUNNING]
+
     def _is_more_to_come(self) -> bool:
         return not all(row.state.is_over for row in self.trials.values()) or len(self.trials) < plan_count(self.spec)
 
-    def troubled(self, why: str) -> None:
-        self._trouble = why
+    def broken(self, why: str) -> None:
+        self.end_broken(why)
+
+    def troubled(self, database: str, disk: str) -> None:
+        self._trouble = database
+        if disk and not self._said_disk:
+            self.observer.said(f"{disk}\ntraining goes on for a while, with what it reports in memory")
+        self._said_disk = bool(disk)
 
     def tick(self) -> None:
         if (
@@ -384,7 +405,7 @@ class SweepRun:
         return {f"orch.exploit.step-{start.decision.step}": copy_in_words(start.decision)} if is_copy else {}
 
     def first_step_of(self, trial: TrialRow) -> int:
-        """Where the next attempt at a trial goes on; 0 is the start."""
+        """Where the next attempt at a trial goes on; 0 is the start. Raises Unusable when nobody can say."""
         if not trial.run_id:
             return 0
         owner = owner_of(self.workload.address, self.workload.resolve(trial.params))
@@ -392,7 +413,8 @@ class SweepRun:
 
     def _close_unopened(self, trial: TrialRow, error: Exception) -> None:
         """Fails a claimed trial, however far its opening came."""
-        reason = f"no MLflow run: {error}".split("\n")[0][:500]
+        what = "not started" if isinstance(error, Unusable) else "no MLflow run"
+        reason = f"{what}: {error}".split("\n")[0][:500]
         outcome = Outcome(TrialState.FAILED, reason=reason, error=str(error), failure=Failure.NO_RECORD)
 
         def reached() -> TrialRow:
@@ -426,8 +448,16 @@ class SweepRun:
         self._end_run(job, outcome)
         self._judge.over(job.number)
         if outcome.state.is_result:
-            keep_two(job.artifact_uri, job.mode) if self.spec.keep_checkpoints else forget(job.artifact_uri)
+            self._tidy(job)
         self.observer.ended(job, outcome, will_retry=False)
+
+    def _tidy(self, job: Job) -> None:
+        """Leaves of a trial's states those that are still good for something. What stays costs space, no more."""
+        try:
+            keep_two(job.artifact_uri, job.mode) if self.spec.keep_checkpoints else forget(job.artifact_uri)
+        except OSError as error:
+            why = error.strerror or error
+            self.observer.said(f"trial {job.number}: states that it needs no more could not be removed ({why})")
 
     def _end_run(self, job: Job, outcome: Outcome) -> None:
         """Ends the MLflow run; one that cannot be written (deleted meanwhile, ...) is named at the sweep's end."""
@@ -448,12 +478,10 @@ class SweepRun:
 
     def _tried_again(self, job: Job, outcome: Outcome) -> bool:
         """Puts a trial back whose failure may be none of its own."""
-        if self.stopping:
-            return False
-        if blamed := self._machines.blamed(job, outcome):
+        if not self.stopping and (blamed := self._machines.blamed(job, outcome)):
             self._run_elsewhere(blamed)
         else:
-            again = verdict_on(outcome, job, self._num_failures[job.number], self.spec.retries)
+            again = verdict_on(outcome, job, self._num_failures[job.number], self.spec.retries, self.stopping)
             if again is Again.NO:
                 return False
             self._num_failures[job.number] += again is Again.RETRY
@@ -565,6 +593,10 @@ def values_by_axis(spec: SweepSpec) -> dict[str, Sequence[Any]]:
     elsewhere = {name: (when.otherwise,) for name, when in spec.when.items()}
     values = {name: distinct([*ends(axis), *elsewhere.get(name, ())]) for name, axis in spec.axes.items()}
     return {name: several[:MAX_TRIED_VALUES] for name, several in values.items() if len(several) > 1}
+
+
+def _raise_broken(why: str) -> None:
+    raise ResourceError(why)
 
 
 def _milliseconds(moment: dt.datetime) -> int:

@@ -157,7 +157,8 @@ def run_trial(job: Job, sink: TrialSink, judge: Judge | None = None) -> Outcome:
         outcome = verdict.failed(str(error), Failure.NO_CHECKPOINT)
     except MetricError as error:
         outcome = verdict.failed(str(error), Failure.EXCEPTION)
-    except (Exception, SystemExit) as error:  # the boundary between the user's code and ours: kept, shown, counted
+    except BaseException as error:  # the boundary between the user's code and ours: kept, shown, counted. A signal to
+        # the command is none of it: where trials train in its process, it raises nothing (`orchestrator.signals`)
         outcome = verdict.failed(in_words(error), kind_of(error), traceback.format_exc())
     sink.sync()
     return replace(outcome, seconds=time.monotonic() - started, host=socket.gethostname())

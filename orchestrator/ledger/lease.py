@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import psycopg
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, exc, text
 
 from orchestrator.errors import AlreadyExists, NotFound
 from orchestrator.ledger.models import SweepState, Wish
@@ -25,6 +25,10 @@ BEAT_S = 2.0  # also how long a wish to cancel waits
 DOUBTFUL_AFTER_S = 10.0  # a live holder speaks more often
 STALE_AFTER_S = 60.0
 RELEASE_WAIT_S = 5.0
+AWAY = (
+    *(psycopg.OperationalError, psycopg.InterfaceError, OSError),
+    *(exc.OperationalError, exc.InterfaceError, exc.TimeoutError),
+)
 IDLE_TIMEOUT_MS = 30_000  # a transaction of a suspended holder is gone before anybody may take its sweep
 
 Marker = Callable[[psycopg.Connection[Any], Sequence[str], str, str], None]
@@ -184,13 +188,18 @@ def look(connection: psycopg.Connection[Any], sweep_id: int) -> Holder:
     return holder_of(connection.execute(LOOK, (sweep_id,)).fetchone())
 
 
+def holders(connection: psycopg.Connection[Any]) -> list[Holder]:
+    """Who drives a sweep, or did and was not marked as dead yet."""
+    return [holder_of(row) for row in connection.execute(HELD)]
+
+
 def reap(connection: psycopg.Connection[Any], mark_runs: Marker) -> list[Holder]:
     """Marks what dead commands left running as lost, and returns these commands. One look when there are none.
 
     A database that takes no writes at the moment, or a row that is in use, is left to the next command.
     """
     reaped = []
-    for holder in [holder_of(row) for row in connection.execute(HELD)]:
+    for holder in holders(connection):
         if holder.is_stale:
             with contextlib.suppress(psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction):
                 with connection.transaction():
@@ -238,16 +247,18 @@ class Unheld:
 
 
 class Lease:
-    """A driver's proof that it is the only one, renewed by a thread on a connection of its own."""
+    """A driver's proof that it is the only one, renewed by a thread.
+
+    The thread shares the pool of `engine` with the driver and keeps no connection between two beats: it can wait for
+    what the driver asks meanwhile, since nobody may take the sweep before STALE_AFTER_S.
+    """
 
     def __init__(self, engine: Engine, sweep_id: int, mark_runs: Marker = no_runs) -> None:
         self.sweep_id, self.fence = sweep_id, -1
         self.wanted = Wish.NONE
         self.trouble = ""  # why the last beat did not reach the database
         self.cancel_now: Callable[[], None] = lambda: None  # called by the thread when the wish is not to wait
-        self._pool = engine.pool.recreate()  # same settings and events, no shared connections
-        self._mark_runs = mark_runs
-        self._link: Any = None
+        self._engine, self._mark_runs = engine, mark_runs
         self._lost_to: Exception | None = None
         self._one_at_a_time = threading.RLock()
         self._ended = threading.Event()
@@ -255,23 +266,26 @@ class Lease:
 
     def take(self) -> None:
         """Raises AlreadyExists naming the holder, or NotFound after a purge."""
-        connection = self._connection()
-        while True:
-            seen = look(connection, self.sweep_id)
-            if not seen.is_free:
-                raise AlreadyExists(seen.refusal())
-            values = {
-                "sweep_id": self.sweep_id,
-                "holder": process_name(),
-                "process": this_process(),
-                "seen_fence": seen.fence,
-                "seen_holder": seen.name,
-                "seen_heartbeat": seen.heartbeat_at,
-            }
-            if (row := connection.execute(TAKE, values).fetchone()) is not None:
-                self.fence = row[0]
-                self._thread.start()
-                return
+        with self._transaction() as connection:
+            while (fence := self._taken(connection)) is None:  # somebody else was faster: who?
+                connection.commit()
+        self.fence = fence
+        self._thread.start()
+
+    def _taken(self, connection: psycopg.Connection[Any]) -> int | None:
+        seen = look(connection, self.sweep_id)
+        if not seen.is_free:
+            raise AlreadyExists(seen.refusal())
+        values = {
+            "sweep_id": self.sweep_id,
+            "holder": process_name(),
+            "process": this_process(),
+            "seen_fence": seen.fence,
+            "seen_holder": seen.name,
+            "seen_heartbeat": seen.heartbeat_at,
+        }
+        row = connection.execute(TAKE, values).fetchone()
+        return None if row is None else int(row[0])
 
     def check(self) -> None:
         """Raises AlreadyExists if another command has taken the sweep, or NotFound if it was removed, as of the last
@@ -283,15 +297,14 @@ class Lease:
     def renew(self) -> None:
         """Says that this command lives, hears what is wanted of it, and takes back what a reaper marked meanwhile.
 
-        Raises as `check`, or psycopg's errors when the database is away.
+        Raises as `check`, or the driver's errors when the database is away.
         """
         with self._one_at_a_time:
             self.check()
             if self._ended.is_set():
                 return
-            connection = self._connection()
-            with connection.transaction():
-                values = {"sweep_id": self.sweep_id, "fence": self.fence}
+            values = {"sweep_id": self.sweep_id, "fence": self.fence}
+            with self._transaction() as connection:
                 row = connection.execute(RENEW, values).fetchone()
                 if row is not None and row[1]:
                     run_ids = [run_id for (run_id,) in connection.execute(REVIVE, values)]
@@ -308,12 +321,12 @@ class Lease:
             raise self.why_not_ours()
 
     def why_not_ours(self) -> AlreadyExists | NotFound:
-        """Why a write under this lease found nothing to change."""
-        with self._one_at_a_time:
-            try:
-                holder = look(self._connection(), self.sweep_id)
-            except NotFound as error:
-                return error
+        """Why a write under this lease found nothing to change. Not for whoever has a connection of the pool."""
+        try:
+            with self._transaction() as connection:
+                holder = look(connection, self.sweep_id)
+        except NotFound as error:
+            return error
         if holder.fence == self.fence:
             return NotFound("the trial is gone: it was removed while this command worked on it")
         who = f"is being run by {holder.name}" if holder.name else "was taken by another command, which has ended"
@@ -321,22 +334,18 @@ class Lease:
 
     def strike(self, state: TrialState, sweep_state: SweepState, reason: str) -> None:
         """Marks what runs as `state`, here and in MLflow: this command ends before its time."""
-        with self._one_at_a_time:
-            connection = self._connection()
-            ours = Holder(self.sweep_id, "", "", "", self.fence, None, Wish.NONE, None)
-            with connection.transaction():
-                strike(connection, ours, state, sweep_state, reason, self._mark_runs)
+        ours = Holder(self.sweep_id, "", "", "", self.fence, None, Wish.NONE, None)
+        with self._one_at_a_time, self._transaction() as connection:
+            strike(connection, ours, state, sweep_state, reason, self._mark_runs)
 
     def release(self) -> None:
         """Lets others drive the sweep. Where the database is away they see it by this process's end."""
         self._ended.set()
         if self._one_at_a_time.acquire(timeout=RELEASE_WAIT_S):
             try:
-                with contextlib.suppress(psycopg.OperationalError, psycopg.InterfaceError):
-                    if self.fence >= 0:
-                        values = {"sweep_id": self.sweep_id, "fence": self.fence}
-                        self._connection().execute(RELEASE, values)
-                self._disconnect()
+                if self.fence >= 0:
+                    with contextlib.suppress(*AWAY), self._transaction() as connection:
+                        connection.execute(RELEASE, {"sweep_id": self.sweep_id, "fence": self.fence})
             finally:
                 self._one_at_a_time.release()
 
@@ -348,22 +357,15 @@ class Lease:
                     self.cancel_now()
             except (AlreadyExists, NotFound):
                 return  # `check` raises it where it is heard
-            except (psycopg.Error, OSError) as error:  # away: tried again at the next beat, on a new connection
-                self.trouble = str(error).strip().split("\n")[0]
-                with self._one_at_a_time:
-                    self._disconnect()
+            except exc.TimeoutError:
+                pass  # whoever waits for an answer on our only connection tells what the matter is
+            except Exception as error:  # away, or worse: without another beat the sweep would be taken from us
+                self.trouble = (str(getattr(error, "orig", error)).strip() or repr(error)).split("\n")[0]
             else:
                 self.trouble = ""
 
-    def _connection(self) -> psycopg.Connection[Any]:
-        if self._link is None or self._link.driver_connection.closed:
-            self._disconnect()
-            self._link = self._pool.connect()
-            self._link.driver_connection.autocommit = True
-        connection: psycopg.Connection[Any] = self._link.driver_connection
-        return connection
-
-    def _disconnect(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.invalidate()
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[psycopg.Connection[Any]]:
+        with self._engine.begin() as connection:
+            link: Any = connection.connection.driver_connection
+            yield link

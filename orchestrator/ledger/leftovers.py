@@ -9,7 +9,7 @@ import psycopg
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
-from orchestrator.ledger.lease import HELD, Marker, holder_of, strike
+from orchestrator.ledger.lease import HELD, Holder, Marker, holder_of, strike
 from orchestrator.ledger.models import Base, SweepState
 from orchestrator.trial import TrialState
 
@@ -51,24 +51,35 @@ DELETED_RUNS = """
 """
 
 STATES = """
-    select trial.state, run.artifact_uri
+    select trial.state, run.artifact_uri, coalesce((sweep.spec ->> 'keep_checkpoints')::boolean, false)
     from orch_ledger.trials as trial
     join orch_ledger.sweeps as sweep on sweep.id = trial.sweep_id
     join public.runs as run on run.run_uuid = trial.run_id
-    where trial.state in ('finished', 'stopped', 'diverged', 'failed') and sweep.heartbeat_at is null
+    where trial.state <> all(%s) and sweep.heartbeat_at is null
     order by trial.id
 """
 
 OUR_LOCATIONS = """
-    select experiment.artifact_location
+    select experiment.artifact_location, sweep.heartbeat_at is not null
     from public.experiments as experiment
     join public.experiment_tags as tag on tag.experiment_id = experiment.experiment_id and tag.key = 'orch.sweep'
+    left join orch_ledger.sweeps as sweep on sweep.experiment_id = experiment.experiment_id::text
     order by experiment.experiment_id
 """
 
-UNKNOWN_RUNS = """
-    select name from unnest(%s::text[]) as name
-    where not exists (select from public.runs where starts_with(run_uuid, name))
+# A run's folder has its id for a name, or the first 12 digits of it. Whatever an address names is known as well, also
+# that of an experiment whose tag somebody took away.
+UNKNOWN = """
+    with known (name) as (
+        select run_uuid from public.runs
+        union all select left(run_uuid, 12) from public.runs
+        union all select unnest(string_to_array(artifact_uri, '/')) from public.runs
+        union all select unnest(string_to_array(artifact_location, '/')) from public.experiments
+        union all select run_id from orch_ledger.trials
+        union all select left(run_id, 12) from orch_ledger.trials
+    )
+    select folder.name from unnest(%s::text[]) as folder (name)
+    where not exists (select from known where known.name = folder.name)
 """
 
 # A holder whose trials the reaper marked, and whose sweep nobody has taken since.
@@ -100,19 +111,23 @@ def leftovers(connection: Connection, query: str, older_than_s: float) -> list[L
     return [Leftover(one, uri, sweep, held, bool(old)) for one, uri, sweep, held, old in rows]
 
 
-def states(connection: Connection) -> list[tuple[TrialState, str]]:
-    """(state, artifact URI) of every trial that is over and whose sweep nobody drives."""
-    return [(TrialState(state), uri) for state, uri in connection.execute(STATES)]
+def states(connection: Connection) -> list[tuple[TrialState, str, bool]]:
+    """(state, artifact URI, keeps its checkpoints on request) of every trial that is over and whose sweep nobody
+    drives.
+    """
+    unfinished = [state.value for state in TrialState if state.is_unfinished]
+    rows = connection.execute(STATES, (unfinished,))
+    return [(TrialState(state), uri, is_kept) for state, uri, is_kept in rows]
 
 
-def our_locations(connection: Connection) -> list[str]:
-    """Where the artifacts of our experiments lie, deleted ones included."""
-    return [location for (location,) in connection.execute(OUR_LOCATIONS) if location]
+def our_locations(connection: Connection) -> dict[str, bool]:
+    """Where the artifacts of our experiments lie, deleted ones included -> whether a command works on the sweep."""
+    return {location: held for location, held in connection.execute(OUR_LOCATIONS) if location}
 
 
-def unknown_runs(connection: Connection, names: Sequence[str]) -> set[str]:
-    """Those of the run ids, or beginnings of run ids, that MLflow does not know, deleted runs included."""
-    return {name for (name,) in connection.execute(UNKNOWN_RUNS, (list(names),))}
+def unknown(connection: Connection, names: Sequence[str]) -> set[str]:
+    """Those of the names of folders that neither MLflow nor the ledger knows; they know what is only marked deleted."""
+    return {name for (name,) in connection.execute(UNKNOWN, (list(names),))}
 
 
 def forget_run(connection: Connection, run_id: str) -> None:
@@ -123,6 +138,11 @@ def forget_run(connection: Connection, run_id: str) -> None:
 def abandoned(connection: Connection) -> list[tuple[str, str, int]]:
     """(sweep, who drove it, number of lost trials) where a command died and nobody went on."""
     return [(name, holder, num_lost) for name, holder, num_lost in connection.execute(ABANDONED)]
+
+
+def driven(connection: Connection) -> list[Holder]:
+    """The sweeps that a command drives now, with that command."""
+    return [holder for row in connection.execute(HELD) if not (holder := holder_of(row)).is_stale]
 
 
 def index_statements() -> dict[str, str]:

@@ -6,7 +6,19 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import BigInteger, DateTime, ForeignKey, Identity, Index, Integer, MetaData, Text, func, text
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    ForeignKey,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    Text,
+    func,
+    text,
+)
 from sqlalchemy.dialects.postgresql import ARRAY, DOUBLE_PRECISION, JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -27,6 +39,16 @@ class SweepState(StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"
 
+    @property
+    def is_live(self) -> bool:
+        """True for a sweep that will say more."""
+        return self in (SweepState.CREATED, SweepState.RUNNING)
+
+    @property
+    def is_settled(self) -> bool:
+        """True for one that came to an end of its own, or was ended on purpose: there is nothing to cancel."""
+        return self in (SweepState.FINISHED, SweepState.CANCELLED, SweepState.FAILED)
+
 
 class Wish(StrEnum):
     """What a sweep's holder is asked to do. `cancel` is a first Ctrl-C, `cancel_now` a second one."""
@@ -34,6 +56,11 @@ class Wish(StrEnum):
     NONE = ""
     CANCEL = "cancel"
     CANCEL_NOW = "cancel_now"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Wish:
+        """Of a word that somebody wrote by hand: it asks for nothing, and must not end who reads it."""
+        return cls.NONE
 
 
 class Base(DeclarativeBase):
@@ -73,7 +100,10 @@ class Sweep(Base):
     fence: Mapped[int] = mapped_column(BigInteger, server_default="0")  # grows with each holder: the fencing token
     wanted: Mapped[str] = mapped_column(Text, server_default="")  # what the holder is asked to do: a Wish
 
-    __table_args__ = (Index("sweeps_name_key", "name", unique=True),)
+    __table_args__ = (
+        Index("sweeps_name_key", "name", unique=True),
+        CheckConstraint("wanted in ('', 'cancel', 'cancel_now')", name="sweeps_wanted_check"),
+    )
 
 
 class Trial(Base):

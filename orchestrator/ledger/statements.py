@@ -171,7 +171,7 @@ REQUEUE = text(
     """
 )
 
-RELEASE = text(
+LET_WAIT = text(
     f"""
     with {OUR_SWEEP},
     released as (

@@ -29,8 +29,8 @@ from orchestrator.ledger.statements import (
     DECISIONS,
     FINDINGS_AFTER,
     FINISH,
+    LET_WAIT,
     LOCK_SWEEP,
-    RELEASE,
     REQUEUE,
     RESTATE,
     SET_RUN,
@@ -48,7 +48,7 @@ from orchestrator.trial import (
     jsonable,
 )
 
-UNFINISHED = (TrialState.KILLED, TrialState.RUNNING, TrialState.LOST)
+CUT_SHORT = [state.value for state in TrialState if state.is_unfinished and state is not TrialState.WAITING]
 
 
 class Ledger:
@@ -161,10 +161,12 @@ class Ledger:
         with self.engine.begin() as connection:
             # Two extensions of one sweep would give the same numbers; the second waits here.
             lock = {"sweep_id": sweep_id, "fence": self._fence, "timeout_ms": str(IDLE_TIMEOUT_MS)}
-            if connection.execute(LOCK_SWEEP, lock).first() is None:
-                raise self._gone()
-            rows = connection.execute(ADD_TRIALS, {"sweep_id": sweep_id, "items": canonical_json(values)})
-            made = rows.mappings().all()
+            is_ours = connection.execute(LOCK_SWEEP, lock).first() is not None
+            if is_ours:
+                rows = connection.execute(ADD_TRIALS, {"sweep_id": sweep_id, "items": canonical_json(values)})
+                made = rows.mappings().all()
+        if not is_ours:
+            raise self._gone()
         return sorted(self._trial_rows(made), key=lambda trial: trial.number)
 
     def trials(self, sweep_id: int) -> list[TrialRow]:
@@ -231,15 +233,12 @@ class Ledger:
         del values["diverged_at"]
         return self._changes(REQUEUE, **values, alone=alone)
 
-    def release_unfinished(
-        self, sweep_id: int, *, also: Collection[TrialState] = (), numbers: Collection[int] = ()
-    ) -> list[TrialRow]:
-        """Lets killed, running and lost trials wait again, `also` those in other states or with these `numbers`.
+    def release_unfinished(self, sweep_id: int, *, numbers: Collection[int] = ()) -> list[TrialRow]:
+        """Lets killed, running and lost trials wait again, and those with these `numbers`, whatever their state.
 
         Only for the sweep's holder: what runs belongs to a command that is gone. Returns the released trials.
         """
-        states = [state.value for state in (*UNFINISHED, *also)]
-        return self._trials_of(RELEASE, sweep_id=sweep_id, states=states, numbers=list(numbers))
+        return self._trials_of(LET_WAIT, sweep_id=sweep_id, states=CUT_SHORT, numbers=list(numbers))
 
     def attempts(self, trial_id: int) -> list[AttemptRow]:
         """All tries at a trial, by number."""

@@ -8,13 +8,14 @@ from datetime import datetime
 
 from orchestrator.errors import NotFound
 from orchestrator.execution.chronicle import END
+from orchestrator.ledger.models import SweepState
 from orchestrator.reports.source import Query, sweep_facts
 from orchestrator.reports.status import state_counts
 from orchestrator.reports.table import Table
+from orchestrator.trial import TrialState
 
 COLUMNS = "sweep, trial, attempt, stream, line_number, line, written_at"
 MAX_FAILED = 20  # that are told at the end
-LIVE = ("created", "running")  # states of a sweep that will say more
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Log:
     def is_over(self) -> bool:
         """True when no command will say more: the sweep, or this trial of it, does not run."""
         _, [[state]] = self.query("select state from orch.sweeps where sweep = %s", (self.sweep,))
-        return state not in LIVE or (self.trial is not None and self._state() not in ("waiting", "running"))
+        return not SweepState(state).is_live or (self.trial is not None and self._state().is_over)
 
     def has_ended(self, lines: Sequence[Line]) -> bool:
         """True if a command's last word is among them; a trial has none."""
@@ -92,9 +93,9 @@ class Log:
         )
         return [(number, state, why) for number, state, why in rows]
 
-    def _state(self) -> str:
+    def _state(self) -> TrialState:
         _, [[state]] = self.query("select state from orch.runs where sweep = %s and trial = %s", self._owner)
-        return str(state)
+        return TrialState(state)
 
     @property
     def _whose(self) -> str:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import date
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import NotFound, QueryError
 from orchestrator.reports.table import short
+
+if TYPE_CHECKING:
+    from orchestrator.ledger.rows import SweepRow
+    from orchestrator.ledger.store import Ledger
 
 Query = Callable[..., tuple[Sequence[str], Sequence[Sequence[Any]]]]  # (sql, parameters=()) -> columns, rows
 
@@ -45,6 +50,14 @@ def quoted(identifier: str) -> str:
 
 def view_of(sweep: str) -> str:
     return f"orch.{quoted('sweep_' + sweep)}"
+
+
+def stored_sweep(ledger: Ledger, query: Query, name: str, archived: bool = False) -> SweepRow:
+    """The ledger's row of a sweep, of an archived one only where asked for. Raises NotFound with the nearest name."""
+    sweep = ledger.find_sweep(name)
+    if sweep is None or (sweep.archived_at is not None and not archived):
+        raise _unknown(query, name)
+    return sweep
 
 
 def sweep_facts(query: Query, name: str) -> SweepFacts:
@@ -127,5 +140,20 @@ def trial_records(query: Query, sweep: str, metrics: Sequence[str]) -> list[dict
 
 
 def _unknown(query: Query, name: str) -> NotFound:
+    _, archived = query(
+        "select archived_as, archived_at::date from orch.archived where sweep = %s or archived_as = %s order by 2",
+        (name, name),
+    )
+    if archived:
+        return NotFound("\n".join(_archived_in_words(name, *row) for row in archived))
     names = sweep_names(query)
     return NotFound(f"unknown sweep {name!r}; " + (nearest(name, names) if names else "there is none yet"))
+
+
+def _archived_in_words(name: str, archived_as: str, day: date) -> str:
+    """How to see it, and how to be rid of it."""
+    return (
+        f"unknown sweep {name!r}: it was archived on {day}, is in no view and cannot go on\n"
+        f"  orch ui{'':<32}  its runs, in MLflow, are those of {archived_as}\n"
+        f"  orch rm {archived_as + ' --purge':<31}  delete it for good"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from orchestrator.reports.source import Query, sweep_facts
 from orchestrator.reports.table import Table
@@ -17,8 +17,11 @@ def all_sweeps(query: Query) -> Table:
     return Table(columns, rows, notes=notes)
 
 
-def one_sweep(query: Query, sweep: str) -> Table:
-    """Counts by state in the title; a row for every trial that runs, paused, failed or was cut short, and why."""
+def one_sweep(query: Query, sweep: str, is_dead: Callable[[str], bool]) -> Table:
+    """Counts by state in the title; a row for every trial that runs, paused, failed or was cut short, and why.
+
+    `is_dead` knows of a driver whether it has died.
+    """
     facts = sweep_facts(query, sweep)
     counts = state_counts(query, sweep)
     in_words = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no trials yet"
@@ -33,7 +36,7 @@ def one_sweep(query: Query, sweep: str) -> Table:
         """,
         (sweep,),
     )
-    notes = [*_driver(query, sweep, facts.state), *way_on(sweep, counts)]
+    notes = [*_driver(query, sweep, facts.state, is_dead), *way_on(sweep, counts)]
     return Table(columns, rows, title=f"{sweep} ({facts.workload}) is {facts.state}: {in_words}", notes=notes)
 
 
@@ -43,12 +46,14 @@ def way_on(sweep: str, counts: Mapping[str, int]) -> list[str]:
     return [f"run the {num} failed again: orch resume {sweep} --failed"] if num else []
 
 
-def _driver(query: Query, sweep: str, state: str) -> list[str]:
+def _driver(query: Query, sweep: str, state: str, is_dead: Callable[[str], bool]) -> list[str]:
     """Who drives the sweep, or how to go on with it."""
     _, [(holder, silent_s)] = query(
         "select holder, extract(epoch from clock_timestamp() - heartbeat_at) from orch.sweeps where sweep = %s",
         (sweep,),
     )
+    if holder is not None and is_dead(holder):
+        return [f"its command {holder} died, and the database takes no note of it now; then: orch resume {sweep}"]
     if holder is not None:
         return [f"driven by {holder}, last heard of {max(0.0, float(silent_s)):.0f} s ago: orch cancel {sweep}"]
     return [] if state == "finished" else [f"nobody drives it; go on with what is left: orch resume {sweep}"]

@@ -15,6 +15,7 @@ import psycopg
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as StudyState
+from sqlalchemy import StaticPool
 
 from orchestrator.search.configurations import Configuration, Grouping, Result
 from orchestrator.search.optuna_samplers import directions_of
@@ -24,6 +25,7 @@ from orchestrator.spec.sweep_spec import SweepSpec
 from orchestrator.trial import Params, Told, canonical_json
 
 SCHEMA = "optuna"
+LOCK = "hashtext('orch optuna mirror')"
 KEY = "orch.result"  # a user attribute: which configuration with which result this is
 MAX_NAME = 512  # of Optuna's column
 CONNECT_TIMEOUT_S = 10
@@ -68,21 +70,22 @@ def study_name(sweep: str, cell: Params) -> str:
 
 @contextmanager
 def _storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
-    def connect() -> psycopg.Connection[Any]:
-        path = f"-csearch_path={SCHEMA}"
-        return psycopg.connect(url, options=path, application_name="orch mirror", connect_timeout=CONNECT_TIMEOUT_S)
-
-    with connect() as connection:  # the lock goes with this connection: two first mirrors would create tables twice
-        connection.execute("select pg_advisory_lock(hashtext('orch optuna mirror'))")
+    """On a single connection: where Optuna nests a second transaction, both only read."""
+    path = f"-csearch_path={SCHEMA}"
+    with psycopg.connect(
+        url, options=path, application_name="orch mirror", connect_timeout=CONNECT_TIMEOUT_S
+    ) as connection:
+        connection.execute(f"select pg_advisory_lock({LOCK})")  # two first mirrors would create the tables twice
         connection.execute(f"create schema if not exists {SCHEMA}")
         connection.commit()
-        pool = {"creator": connect, "pool_size": 1, "max_overflow": 1}
-        storage = optuna.storages.RDBStorage("postgresql+psycopg://", engine_kwargs=pool)
-    try:
-        yield storage
-    finally:
-        storage.remove_session()
-        storage.engine.dispose()
+        alone = {"creator": lambda: connection, "poolclass": StaticPool}
+        storage = optuna.storages.RDBStorage("postgresql+psycopg://", engine_kwargs=alone)
+        connection.execute(f"select pg_advisory_unlock({LOCK})")
+        connection.commit()
+        try:
+            yield storage
+        finally:
+            storage.remove_session()
 
 
 def _copy(

@@ -3,7 +3,7 @@
 from orchestrator.spec.document import read_sweep_file
 from orchestrator.spec.domains import Choice, Domain, Grid, Int, Uniform
 from orchestrator.spec.faces import FieldFace, WorkloadFace, WorkloadOf
-from orchestrator.spec.parse import legal_name, parse_sweep
+from orchestrator.spec.parse import cpu_asked, legal_name, parse_sweep
 from orchestrator.spec.resolved import from_json, spec_difference, to_json
 from orchestrator.spec.sweep_spec import SEED, Metric, Mode, Resources, Retries, Search, SweepSpec, Unstable
 
@@ -24,6 +24,7 @@ __all__ = [
     "Unstable",
     "WorkloadFace",
     "WorkloadOf",
+    "cpu_asked",
     "from_json",
     "legal_name",
     "parse_sweep",

@@ -63,15 +63,30 @@ def parse_sweep(
     what a user's own workload raises while it is imported passes through.
     """
     problems = Problems()
+    root = _document(text, file_name, overrides, problems)
+    _check_keys(root, problems)
+    spec = _Parser(root, file_name, problems).spec(workload_of, name)
+    problems.raise_if_any()
+    return replace(spec, source=text, description=head_comment(text), overrides=tuple(overrides))
+
+
+def cpu_asked(text: str, file_name: str, overrides: Sequence[str] = ()) -> float:
+    """`resources.cpu`, without importing the workload. Mistakes are `parse_sweep`'s to tell.
+
+    Raises SpecError when nothing can be read.
+    """
+    problems = Problems()
+    root = _document(text, file_name, overrides, problems)
+    return read_resources(root.entries.get("resources"), problems).cpu
+
+
+def _document(text: str, file_name: str, overrides: Sequence[str], problems: Problems) -> Node:
     root = parse_document(text, file_name, problems)
     _expand_short_forms(root)
     for override in overrides:  # a later one wins
         apply_override(root, override, problems)
         _expand_short_forms(root)
-    _check_keys(root, problems)
-    spec = _Parser(root, file_name, problems).spec(workload_of, name)
-    problems.raise_if_any()
-    return replace(spec, source=text, description=head_comment(text), overrides=tuple(overrides))
+    return root
 
 
 def legal_name(word: str) -> str:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
 from orchestrator.errors import DatabaseUnavailable
+from orchestrator.masking import SECRET_PARAMETERS
+from orchestrator.settings import LIVENESS
 from orchestrator.tracking.bulk import (
     MetricRow,
     rows_of,
@@ -48,11 +52,15 @@ def connect_by_url(url: str) -> psycopg.Connection[Any]:
         autocommit=True,
         connect_timeout=10,
         application_name="orch recorder",
-        keepalives_idle=10,
-        keepalives_interval=5,
-        keepalives_count=4,
-        tcp_user_timeout=30_000,
+        **LIVENESS,
     )
+
+
+def secrets_of(url: str) -> tuple[str, ...]:
+    """What a workload may find out of how we log in, and no text may show; see `orchestrator.masking.hide`."""
+    told = conninfo_to_dict(url.replace("postgresql+psycopg://", "postgresql://", 1))
+    found = (*(told.get(name) for name in SECRET_PARAMETERS), os.environ.get("PGPASSWORD"))
+    return tuple(str(one) for one in found if one)
 
 
 class Drain:

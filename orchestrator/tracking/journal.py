@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.settings import Settings
+from orchestrator.tracking.power_cut import make_folder, sync_folder
 
 SEGMENT_BYTES = 8 * 1024 * 1024
 READ_BYTES = 512 * 1024
@@ -112,14 +113,14 @@ class Journal:
     @classmethod
     def create(cls, journal_dir: Path, segment_bytes: int = SEGMENT_BYTES) -> Journal:
         """A new, empty journal of this process. Raises OSError when the folder cannot be written."""
-        journal_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(journal_dir)
         folder = journal_dir / f"{_host()}~{os.getpid()}~{secrets.token_hex(4)}"
         draft = journal_dir / f".{folder.name}"  # nobody may see the folder before it is locked
         draft.mkdir(mode=0o700)
         lock = _try_lock(draft)
         assert lock is not None, "a folder with a random name is ours alone"
         draft.rename(folder)
-        _sync_folder(journal_dir)
+        sync_folder(journal_dir)
         return cls(folder, lock, segment_bytes)
 
     @classmethod
@@ -202,7 +203,7 @@ class Journal:
             segment = _Segment(self._next_number, self.folder / f"{self._next_number:010d}.journal")
             self._next_number += 1
             self._writing = os.open(segment.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
             with self._guard:
                 self._segments.append(segment)
         return self._writing
@@ -315,11 +316,3 @@ def _is_free(folder: Path) -> bool:
         return False
     os.close(lock)
     return True
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,8 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
 
+from orchestrator.settings import LIVENESS
+
 SEARCH_PATH = "-c search_path=public"
 
 
@@ -22,7 +24,8 @@ def mlflow_uri(url: str) -> str:
     parsed = make_url(url).set(drivername="postgresql+psycopg")
     given = parsed.query.get("options", "")
     options = " ".join([*([given] if isinstance(given, str) else given), SEARCH_PATH]).strip()
-    return parsed.update_query_dict({"options": options}).render_as_string(hide_password=False)
+    watchful = {**{name: str(value) for name, value in LIVENESS.items()}, **parsed.query, "options": options}
+    return parsed.set(query=watchful).render_as_string(hide_password=False)
 
 
 def create(url: str, artifact_root: str | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 
 from orchestrator.errors import OrchError
-from orchestrator.tracking.drain import Drain, Unavailable, connect_by_url
+from orchestrator.tracking.drain import Drain, Unavailable, connect_by_url, secrets_of
 from orchestrator.tracking.journal import Journal, orphans
 from orchestrator.tracking.records import (
     DecisionRow,
@@ -28,6 +28,7 @@ from orchestrator.tracking.records import (
     Points,
     Record,
     checked,
+    discreet,
     from_json,
     legal_key,
     num_points,
@@ -49,12 +50,14 @@ __all__ = [
     "connect_by_url",
     "legal_key",
     "real_number",
+    "secrets_of",
     "whole_step",
 ]
 
 EAGER_RECORDS = 1_000  # so many waiting records are written at once, without waiting for `flush_after_s`
 MAX_WAITING_POINTS = 100_000  # then `record` waits for the disk: memory stays bounded
 DISK_RETRY_AFTER_S = 0.5
+DISK_PATIENCE_S = 45.0  # so long a disk may be full before what trials say is refused; `sync` waits longer
 CLOSE_GRACE_S = 2.0  # how long after its deadline `close` waits for threads that are being interrupted
 
 
@@ -89,11 +92,14 @@ class Recorder:
         journal_dir: Path,
         flush_after_s: float = 0.1,
         adopt_orphans: bool = True,
+        secrets: Sequence[str] = (),
     ) -> None:
         """Starts recording, and draining what dead recorders of this host left in `journal_dir`.
 
-        Raises JournalUnwritable if the folder cannot be written. The database need not be there yet.
+        No note is kept with one of the `secrets` in its text. Raises JournalUnwritable if the folder cannot be
+        written. The database need not be there yet.
         """
+        self._secrets = tuple(secrets)
         self._journal_dir, self._adopts_orphans = journal_dir, adopt_orphans
         self._flush_after_s = flush_after_s
         try:
@@ -111,6 +117,7 @@ class Recorder:
         self._deadline: float | None = None  # set by `close`: give up then (time.monotonic)
         self._failure: Exception | None = None
         self._disk_error: OSError | None = None
+        self._disk_failed_at = 0.0  # the first time since a write succeeded (time.monotonic)
         self._remainder: Remainder | None = None
         self._writer = self._started(self._write_journal, "orch-journal")
         self._drainer = self._started(self._drain_journals, "orch-drain")
@@ -120,6 +127,7 @@ class Recorder:
     def record(self, points: Sequence[Points]) -> None:
         """Takes the points and returns at once; they are safe about `flush_after_s` later, or after `sync`.
 
+        A disk that is full is waited for, `DISK_PATIENCE_S` long; meanwhile what is given stays in memory.
         Raises MetricError for a value that is no real number, and JournalUnwritable or the error of a recording thread
         if an earlier record could not be kept; nothing of this call is then taken.
         """
@@ -127,7 +135,7 @@ class Recorder:
 
     def notes(self, rows: Sequence[Note]) -> None:
         """Takes findings, decisions and log lines as `record` takes points."""
-        self._take(rows)
+        self._take([discreet(row, self._secrets) for row in rows])
 
     def sync(self, timeout_s: float = 60.0) -> None:
         """Returns when everything given so far is safe on disk. Raises TimeoutError, or as `record` does."""
@@ -161,6 +169,12 @@ class Recorder:
     def database_error(self) -> str:
         """Why the last try to reach the database failed; empty when it succeeded."""
         return self._drain.error
+
+    @property
+    def disk_error(self) -> str:
+        """Why the last try to write the journal failed; empty when it succeeded."""
+        error = self._disk_error
+        return "" if error is None else str(_unwritable(self._journal_dir, error))
 
     @property
     def unknown_runs(self) -> frozenset[str]:
@@ -225,12 +239,17 @@ class Recorder:
         return is_done()
 
     def _has_failed(self) -> bool:
-        return self._failure is not None or self._disk_error is not None
+        return self._failure is not None or self._has_no_disk()
+
+    def _has_no_disk(self) -> bool:
+        """True when the journal could not be written for too long, or cannot be while we close."""
+        is_patient = self._deadline is None and time.monotonic() - self._disk_failed_at < DISK_PATIENCE_S
+        return self._disk_error is not None and not is_patient
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"recording has stopped: {self._failure!r}") from self._failure
-        if self._disk_error is not None:
+        if self._disk_error is not None and self._has_no_disk():
             raise _unwritable(self._journal_dir, self._disk_error, len(self._waiting)) from self._disk_error
 
     def _is_late(self) -> bool:
@@ -271,6 +290,7 @@ class Recorder:
 
     def _note_disk_error(self, error: OSError) -> None:
         with self._state:
+            self._disk_failed_at = self._disk_failed_at if self._disk_error else time.monotonic()
             self._disk_error = error
             self._state.notify_all()
 

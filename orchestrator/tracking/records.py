@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from orchestrator.masking import hide, mask
 from orchestrator.trial import Action, Decision, Finding, Severity, jsonable, real, whole
 
 MAX_KEY_LENGTH = 250  # characters; the width of MLflow's column
@@ -103,14 +104,26 @@ def legal_key(name: str) -> str:
     Source: mlflow/utils/validation.py, `_validate_metric_name`.
     """
     if not isinstance(name, str):
-        raise MetricError(f"metric name {name!r} is not text")
-    parts = (re.sub(r"[^\w.\- :]", "_", part) for part in name.split("/"))
+        raise MetricError(f"metric name {name!r:.200} is not text")
+    parts = (re.sub(r"[^\w.\- :]", "_", part) for part in mask(name).split("/"))
     legal = "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
     legal = f"_{legal}" if legal.startswith("..") else legal
     if legal == name and len(name) <= MAX_KEY_LENGTH:
         return name
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:4]
     return f"{legal[: MAX_KEY_LENGTH - 5]}-{digest}"
+
+
+def discreet(note: Note, secrets: Sequence[str]) -> Note:
+    """The note without these secrets, wherever they stand in its text."""
+    if not secrets:
+        return note
+    if isinstance(note, LogLine):
+        return replace(note, text=hide(note.text, secrets))
+    if isinstance(note, DecisionRow):
+        return replace(note, decision=replace(note.decision, reason=hide(note.decision.reason, secrets)))
+    message, advice = hide(note.finding.message, secrets), hide(note.finding.advice, secrets)
+    return replace(note, finding=replace(note.finding, message=message, advice=advice))
 
 
 def num_points(records: Iterable[Record]) -> int:

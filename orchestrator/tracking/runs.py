@@ -1,7 +1,7 @@
 """Creates, re-opens and ends MLflow's runs and experiments, through MLflow's client straight on Postgres.
 
-Carries no metrics: those are the recorder's. One call at a time, on at most two connections: MLflow's `log_batch`
-nests one transaction in another. Importing this module imports MLflow (about 1.5 s).
+Carries no metrics: those are the recorder's. One call at a time, on one connection: parameters are written straight
+into MLflow's table, since its `log_batch` nests one transaction in another. Importing this imports MLflow (1.5 s).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 import mlflow.environment_variables as mlflow_settings
 import sqlalchemy
 from mlflow import MlflowClient
-from mlflow.entities import LifecycleStage, Param, RunStatus
+from mlflow.entities import LifecycleStage, RunStatus
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric, SqlRun, SqlTag
-from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
+from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric, SqlParam, SqlRun, SqlTag
+from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_TAG_VAL_LENGTH
 from sqlalchemy import event
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
@@ -44,7 +44,7 @@ from orchestrator.trial import TrialState, canonical_json, jsonable
 TRIAL_TAG = "orch.trial"  # <sweep id>/<trial number>
 PARAMS_FILE = "params.json"
 MAX_URI_LENGTH = 200  # the width of MLflow's column `runs.artifact_uri`
-NUM_CONNECTIONS = 2
+NUM_CONNECTIONS = 1
 KEYS_PER_QUERY = 5_000
 DISCARD = sqlalchemy.text(
     """
@@ -213,9 +213,10 @@ class Runs:
     def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
         """Writes the run's parameters; the same ones may be written again."""
         texts = {name: param_text(value) for name, value in params.items()}
-        with self._one_at_a_time:
-            for batch in _batches([Param(name, short_param(text)) for name, text in texts.items()]):
-                self._client.log_batch(run_id, params=batch)
+        rows = [{"run_uuid": run_id, "key": name, "value": short_param(text)} for name, text in texts.items()]
+        if rows:
+            with self._one_at_a_time, self._store.engine.begin() as connection:
+                connection.execute(insert(SqlParam).on_conflict_do_nothing(), rows)
         if any(len(text) > MAX_PARAM_VAL_LENGTH for text in texts.values()):
             values = {name: jsonable(value) for name, value in params.items()}
             self.log_text(run_id, json.dumps(values, indent=2, ensure_ascii=False), PARAMS_FILE)
@@ -370,11 +371,6 @@ def _shorten_artifact_uri(_mapper: Any, _connection: Any, run: SqlRun) -> None:
     if run.artifact_uri and len(run.artifact_uri) > MAX_URI_LENGTH:
         location = run.artifact_uri.removesuffix(f"/{run.run_uuid}/artifacts")
         run.artifact_uri = run_artifact_uri(location, run.run_uuid)
-
-
-def _batches(params: Sequence[Param]) -> Iterator[Sequence[Param]]:
-    for start in range(0, len(params), MAX_PARAMS_TAGS_PER_BATCH):
-        yield params[start : start + MAX_PARAMS_TAGS_PER_BATCH]
 
 
 def _short_tag(text: str) -> str:

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 
 from orchestrator.settings import Settings
 from orchestrator.tracking.artifacts import checkpoint_folder
+from orchestrator.tracking.power_cut import make_folder, sync_folder
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -75,7 +76,7 @@ class LocalShelf:
             yield file, os.fstat(file.fileno()).st_size
 
     def write(self, name: str, content: list[bytes]) -> None:
-        self._make_folder()
+        make_folder(self.folder)
         draft = self.folder / f".{name}"
         try:
             with draft.open("wb") as file:
@@ -85,29 +86,13 @@ class LocalShelf:
             draft.replace(self.folder / name)
         finally:
             draft.unlink(missing_ok=True)
-        _sync(self.folder)
-
-    def _make_folder(self) -> None:
-        """With names that outlive a power cut, as the files in it do."""
-        new = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in new:
-            _sync(folder.parent)
+        sync_folder(self.folder)
 
     def remove(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """The names in a folder too must outlive a power cut."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class BucketShelf:

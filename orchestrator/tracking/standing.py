@@ -11,8 +11,9 @@ from orchestrator.trial import TrialState
 
 SET_STATUS = """
     update public.runs as run
-    set status = %(status)s, end_time = case when %(is_over)s then extract(epoch from clock_timestamp()) * 1000 end
-    where run.run_uuid = any(%(run_ids)s) and run.lifecycle_stage = 'active'
+    set status = %(status)s, end_time = extract(epoch from trial.ended_at) * 1000
+    from orch_ledger.trials as trial
+    where trial.run_id = run.run_uuid and run.run_uuid = any(%(run_ids)s) and run.lifecycle_stage = 'active'
 """
 
 SET_TAGS = """
@@ -29,16 +30,13 @@ DROP_REASON = "delete from public.tags where run_uuid = any(%(run_ids)s) and key
 
 
 def mark_runs(connection: psycopg.Connection[Any], run_ids: Sequence[str], state: str, reason: str) -> None:
-    """Gives the runs the MLflow status of a TrialState, and its tags. In the caller's transaction."""
+    """Gives the runs the MLflow status of a TrialState, its tags, and the end that the ledger has by then.
+
+    In the caller's transaction.
+    """
     if not run_ids:
         return
     status = TrialState(state).mlflow_status
-    values = {
-        "run_ids": list(run_ids),
-        "status": status,
-        "is_over": TrialState(state).is_over,
-        "state": state,
-        "reason": reason,
-    }
+    values = {"run_ids": list(run_ids), "status": status, "state": state, "reason": reason}
     for statement in (SET_STATUS, SET_TAGS, DROP_REASON):
         connection.execute(statement, values)

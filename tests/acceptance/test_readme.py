@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Orch, free_port
+from tests.conftest import ROOT, Orch
 
 README = (ROOT / "README.md").read_text()
 SMALLER = {  # what makes `orch sweep sweeps/zloss.yaml` a matter of seconds: 8 trials of 20 steps
@@ -91,16 +90,28 @@ def test_the_sweep_ends_with_the_comparison_that_answers_its_question(zloss: str
     assert re.search(r"0 -> 0\.001 +4 ", effect), "four pairs: two seeds and two values of k"
 
 
-ELSEWHERE = ("sweep", "ui", "backup", "restore")  # typed by tests of their own
+ELSEWHERE = ("sweep", "backup", "restore")  # typed by tests of their own
 
 
-@pytest.mark.parametrize("command", [one for one in typed_commands() if one.split()[1] not in ELSEWHERE])
+def in_order() -> list[str]:
+    """The README's order, but for `orch ui`, which ends by itself once `orch up` serves the pages."""
+    commands = [one for one in typed_commands() if one.split()[1] not in (*ELSEWHERE, "ui")]
+    commands.insert(commands.index("orch up") + 1, "orch ui")
+    return commands
+
+
+@pytest.mark.parametrize("command", in_order())
 def test_every_other_line_works_as_it_stands(desk: Desk, zloss: str, command: str) -> None:
-    """In the README's order: `orch rm zloss` comes after everything that reads it."""
+    """`orch rm zloss` comes after everything that reads it."""
     done = desk.types(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
-    assert done.stderr == ""
+    assert [line for line in done.stderr.splitlines() if not is_about_speed(line)] == []
+
+
+def is_about_speed(line: str) -> bool:
+    """What `orch check` remarks on a machine that is busy with something else."""
+    return line.startswith("preflight: ") and "takes longer than" in line
 
 
 def test_a_backup_is_one_file_that_can_be_made_a_home_again(desk: Desk, zloss: str, tmp_path: Path) -> None:
@@ -111,20 +122,6 @@ def test_a_backup_is_one_file_that_can_be_made_a_home_again(desk: Desk, zloss: s
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     listed = desk.types(here + "orch --home copy/.orch status; orch --home copy/.orch down")
     assert "zloss" in listed.stdout
-
-
-def test_the_ui_prints_two_addresses_and_ends_with_ctrl_c(desk: Desk) -> None:
-    assert "orch ui" in typed_commands()
-    command = ["bash", "-c", f"exec orch ui --port {free_port()}"]
-    process = subprocess.Popen(command, cwd=ROOT, env=desk.env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        addresses = [process.stdout.readline() for _ in range(2)]
-    finally:
-        process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert all("http://127.0.0.1:" in line for line in addresses), addresses
-    assert process.returncode == 0
 
 
 def test_the_readme_names_every_command_that_is_there() -> None:
@@ -149,7 +146,7 @@ def test_the_readmes_sweep_file_says_what_it_would_run(desk: Desk, tmp_path: Pat
             3,
             'select trial = 1 as right from sweep_quadratic order by "train/loss" limit 1',
         ),  # lr 0.01 is late, 1.5 away
-        (1, 4, 'select optimizer = \'adam\' and "val/mse" < 0.01 as right from sweep_fits order by "val/mse" limit 1'),
+        (1, 2, 'select optimizer = \'adam\' and "val/mse" < 0.01 as right from sweep_fits order by "val/mse" limit 1'),
     ],
 )
 def test_the_documented_workloads_run(orch: Orch, tmp_path: Path, number: int, trials: int, winner: str) -> None:
@@ -160,7 +157,8 @@ def test_the_documented_workloads_run(orch: Orch, tmp_path: Path, number: int, t
     module.write_text(code)
     name = ("quadratic", "fits")[number]
     (tmp_path / f"{name}.yaml").write_text(spec)
-    command = orch.command("sweep", f"{name}.yaml", "--inline")
+    one_by_one = ("--set", "params.accumulation_steps=4") if number == 1 else ()  # half as many structures to check
+    command = orch.command("sweep", f"{name}.yaml", "--inline", *one_by_one)
     done = subprocess.run(
         command, cwd=tmp_path, env={**orch.env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = [
-    {"errors", "masking"},
+    {"errors", "locks", "masking"},
     {"settings"},
     {"background"},
     {"trial"},
@@ -24,7 +24,18 @@ LAYERS = [
     {"execution", "simulation"},
     {"reports"},
     {
-        *("launch", "planning", "preflight", "checking", "backends", "ending", "signals", "removal", "workspace"),
+        *(
+            "launch",
+            "bookends",
+            "planning",
+            "preflight",
+            "checking",
+            "backends",
+            "ending",
+            "signals",
+            "removal",
+            "workspace",
+        ),
         *(
             "serve",
             "services",
@@ -48,7 +59,7 @@ HOMES = {
     "ray": {"orchestrator/execution/ray_tune"},
     "mlflow": {"orchestrator/tracking"},
     "psycopg": {f"orchestrator/{part}" for part in ("ledger", "database", "tracking", "search/mirror.py")},
-    "sqlalchemy": {"orchestrator/ledger", "orchestrator/database", "orchestrator/tracking"},
+    "sqlalchemy": {f"orchestrator/{part}" for part in ("ledger", "database", "tracking", "search/mirror.py")},
     "alembic": {"orchestrator/ledger", "orchestrator/tracking"},
     "optuna": {"orchestrator/search"},
     "click": {"orchestrator/cli"},

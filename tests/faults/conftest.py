@@ -191,6 +191,7 @@ def type_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
     def typed(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["orch", *map(str, arguments)])
+        monkeypatch.setattr("orchestrator.signals.ignore", lambda: None)  # this process goes on
         with pytest.raises(SystemExit) as ended:
             cli.main()
         out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: three kills of a small sweep, then the whole audit."""
+"""The short form of `make chaos`: four kills of a small sweep, then the whole audit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.chaos.kills import end
 from benchmarks.chaos.lab import Lab, Shape
 from benchmarks.chaos.rounds import Chaos, Plan
 
-KILLS = ("recorder", "postgres", "driver")
+KILLS = ("recorder", "postgres", "ray", "driver")
 SHAPE = Shape(lrs=(3e-3,), seeds=(0, 1), steps=50, pause_s=0.03, num_workers=1)
 
 
@@ -25,7 +25,7 @@ PLAN = Plan(
 )
 
 
-def test_after_kills_of_recorder_database_and_driver_every_step_is_there_once_and_as_if_undisturbed(
+def test_after_kills_of_recorder_database_ray_and_driver_every_step_is_there_once_and_as_if_undisturbed(
     tmp_path: Path,
 ) -> None:
     lab = Lab.open(tmp_path, SHAPE)

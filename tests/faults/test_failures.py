@@ -82,6 +82,7 @@ def test_one_error_all_over_stops_the_sweep_and_what_was_not_started_waits(
     assert "the error         FileNotFoundError: <path> (in orch_lab.py, _odd)" in done.out
     assert f"first in          trial 0; its traceback: orch logs {name} --trial 0" in done.out
     assert f"orch resume {name} --failed" in done.out
+    assert f"sweep {name} is failed already: there is nothing to cancel" in orch("cancel", name).out
     (tmp_path / "data").touch()
     assert f"{name}: 3/6 finished (3 failed)" in orch("sweep", file, "--inline", "--resume", expect=1).out
     assert f"{name}: 6/6 finished" in orch("resume", name, "--failed", "--inline").out

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.conftest import Orch
+import pytest
+
+from orchestrator.database.connection import Database
+from orchestrator.launch import create_sweep
+from orchestrator.ledger import Ledger
+from orchestrator.planning import read_spec
+from orchestrator.workload import describe
+from tests.conftest import LAB, Orch
 from tests.faults.conftest import value_of, wait_until
 
 COUNT = """
@@ -26,8 +33,16 @@ SEARCH = """
     params:
       x: {{uniform: [0, 1]}}
       steps: 4
-      sleep_s: {sleep_s}
+      hold: "{hold}"
     search: {{algorithm: optuna, samples: 6, seed: 0}}
+    preflight: false
+"""
+
+
+TWO = """
+    workload: orch_lab:Trivial
+    metric: {name: val/loss, mode: min}
+    params: {x: {grid: [0, 1]}, steps: 4}
     preflight: false
 """
 
@@ -59,7 +74,7 @@ def test_failed_trials_run_again_when_asked_for_and_go_on_from_their_checkpoints
 
 
 def test_a_finished_sweep_is_shown_unless_one_of_its_trials_is_named(orch: Orch, name: str, prepared_url: str) -> None:
-    file = orch.sweep_file(SEARCH.format(sleep_s=0), name)
+    file = orch.sweep_file(SEARCH.format(hold=""), name)
     orch("sweep", file, "--inline")
     text = "select spec::text || source || description from orch_ledger.sweeps where name = %s"
     before = value_of(prepared_url, text, name)
@@ -76,8 +91,11 @@ def test_a_finished_sweep_is_shown_unless_one_of_its_trials_is_named(orch: Orch,
     assert "there is nothing to cancel" in orch("cancel", name).out
 
 
-def test_a_cancelled_search_goes_on_as_if_it_had_not_been(orch: Orch, name: str, prepared_url: str) -> None:
-    process = orch.start("sweep", orch.sweep_file(SEARCH.format(sleep_s=0.5), name), "--inline")
+def test_a_cancelled_search_goes_on_as_if_it_had_not_been(
+    orch: Orch, name: str, prepared_url: str, tmp_path: Path
+) -> None:
+    hold = tmp_path / "go"  # the third trial is still running when the wish to cancel is heard
+    process = orch.start("sweep", orch.sweep_file(SEARCH.format(hold=hold), name), "--inline")
     finished = """
         select count(*) from orch_ledger.trials as trial join orch_ledger.sweeps as sweep on sweep.id = trial.sweep_id
         where sweep.name = %s and trial.state = 'finished'
@@ -97,11 +115,38 @@ def test_a_cancelled_search_goes_on_as_if_it_had_not_been(orch: Orch, name: str,
         == 0
     )
     assert f"sweep {name} is cancelled already" in orch("cancel", name).out
+    hold.touch()
     orch("resume", name, "--inline")
     twin = f"{name}_twin"
-    orch("sweep", orch.sweep_file(SEARCH.format(sleep_s=0), twin), "--inline")
+    orch("sweep", orch.sweep_file(SEARCH.format(hold=""), twin), "--inline")
     drawn = [
         orch.rows(f"select params ->> 'x' as x from runs where sweep = '{one}' order by trial") for one in (name, twin)
     ]
     assert drawn[0] == drawn[1]
     assert len(drawn[0]) == 6
+
+
+def test_a_sweep_that_never_got_its_trials_is_freed_by_rm_and_started_by_resume(
+    orch: Orch, name: str, prepared_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a disk leaves it that fills between the sweep's row and its trials."""
+    from orchestrator.tracking.runs import Runs
+
+    monkeypatch.syspath_prepend(str(LAB))
+    file = orch.sweep_file(TWO, name)
+    spec = read_spec(file, (), None)
+    runs, engine = Runs(prepared_url, tmp_path.as_uri()), Database.from_url(prepared_url).engine()
+
+    def begun() -> None:
+        create_sweep(Ledger(engine), runs, spec, describe(spec.workload))
+
+    begun()
+    refused = orch("sweep", file, "--inline", expect=2)
+    assert f"sweep '{name}' exists already (created)" in refused.err
+    assert "--resume" in refused.err
+    orch("rm", name)
+    begun()
+    assert f"{name}: 2/2 finished" in orch("sweep", file, "--inline", "--resume").out
+    assert states(orch, name) == [("finished", 1)] * 2
+    runs.close()
+    engine.dispose()

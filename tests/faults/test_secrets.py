@@ -66,7 +66,7 @@ def test_a_password_full_of_special_characters_connects_and_shows_nowhere_and_ra
     needles = [password, quote(password, safe=""), password[-8:]]
     leak = tmp_path / "leak"
     known_by_form = f"{url} or host=h password='{password}' or {{'password': '{password}'}}"
-    leak.write_text(f"{known_by_form}\nor {password}")  # the first line is printed, all is raised
+    leak.write_text(f"{known_by_form} or {password}\nor {password}")  # the first line is printed, all is raised
 
     process = orch.start("sweep", orch.sweep_file(LEAKING.replace("FILE", str(leak)), name), "--json")
     wait_until(lambda: num_points(url, name) > 50, timeout_s=120)
@@ -124,6 +124,10 @@ def test_the_embedded_servers_password_stays_in_its_file(orch: Orch, home: Home,
         ("{'user': 'u', 'password': 'a b'}", "{'user': 'u', 'password': ***}"),
         ('PGPASSWORD="$(x)" WANDB_API_KEY: w', "PGPASSWORD=*** WANDB_API_KEY: ***"),
         ("password authentication failed; 3 tokens, key=4", "password authentication failed; 3 tokens, key=4"),
+        ("""postgresql://u:p'q"r@h/d, PGPASSWORD=ab;c,d e""", "postgresql://u:***@h/d, PGPASSWORD=*** e"),
+        ("f(password=abc, x={'password': b'a b'})", "f(password=***, x={'password': ***})"),
+        (r'{"said": "{\"password\": \"a b\", \"n\": 1}"}', r'{"said": "{\"password\": ***, \"n\": 1}"}'),
+        ("aws_session_token=a/b+c== x-amz-security-token: s", "aws_session_token=*** x-amz-security-token: ***"),
     ],
 )  # fmt: skip
 def test_a_password_is_known_by_where_it_stands(said: str, shown: str) -> None:

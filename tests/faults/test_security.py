@@ -180,6 +180,7 @@ def test_only_commands_that_train_import_the_users_code(orch: Orch, name: str, t
 
 def test_names_and_values_of_a_sweep_lead_to_no_file_of_theirs(orch: Orch, name: str, home: Home) -> None:
     hostile = ["../../../planted", "/tmp/planted", "a\\nb", "x" * 6_001, "$(touch planted)", "<b>planted</b>"]
+    hostile.append("\\e[31mplanted")
     values = ", ".join(f'"{value}"' for value in hostile)
     text = SWEEP.replace("x: {grid: [1.0, 2.0]}", f"note: {{grid: [{values}]}}")
     before = everything_around(home, orch.folder)
@@ -187,10 +188,12 @@ def test_names_and_values_of_a_sweep_lead_to_no_file_of_theirs(orch: Orch, name:
     assert (
         "'../../planted' is no sweep name" in orch("sweep", file, "--inline", "--name", "../../planted", expect=2).err
     )
-    orch("sweep", file, "--inline")
+    said = [orch("sweep", file, "--inline"), *(orch(command, name) for command in ("runs", "best", "compare"))]
+    assert all("\x1b" not in done.out and "\\x1b[31mplanted" in done.out for done in (said[0], said[1]))
+    assert not any("\x1b" in done.out for done in said)
     assert "planted" not in " ".join(everything_around(home, orch.folder) - before)
     rows = orch.rows(f"select params ->> 'note' as note from runs where sweep = '{name}' order by trial")
-    assert [row["note"] for row in rows] == [value.replace("\\n", "\n") for value in hostile]
+    assert [row["note"] for row in rows] == [value.replace("\\n", "\n").replace("\\e", "\x1b") for value in hostile]
 
 
 def everything_around(home: Home, folder: Path) -> set[str]:
@@ -258,6 +261,13 @@ def test_a_comment_in_a_condition_hides_nothing_of_ours(orch: Orch, known: str) 
 def json_rows(done: Done) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(done.out)
     return rows
+
+
+def test_a_file_with_a_query_in_another_encoding_is_refused_in_one_line(orch: Orch, tmp_path: Path) -> None:
+    file = tmp_path / "query.sql"
+    file.write_bytes("select 'é'".encode("latin-1"))
+    refused = orch("sql", "-f", file, expect=2)
+    assert refused.err == f"{file}  byte 8 is not UTF-8: save the query as UTF-8 and run it again\n"
 
 
 def test_sql_starts_no_program(type_here: Typed, known: str, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -87,6 +88,7 @@ def test_a_batch_systems_sigterm_to_the_whole_group_saves_the_step_and_resume_go
     )
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_command_and_all_its_processes_within_two_seconds(
     orch: Orch, prepared_url: str, name: str
 ) -> None:
@@ -102,6 +104,41 @@ def test_a_second_signal_ends_the_command_and_all_its_processes_within_two_secon
     assert process.wait(timeout=2) == 130
     assert wait_for(lambda: are_gone(family), 2)
     assert orch.rows(f"select state from runs where sweep = '{name}'") == [{"state": "lost"}]
+
+
+IMPATIENT = """
+from orchestrator.cli import main
+from orchestrator.execution import stopping
+stopping.REMARK_S, stopping.ANSWER_S = 0.5, 1.0
+main()
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--inline",)])
+def test_a_trial_that_does_not_stop_holds_the_command_for_a_minute_and_can_be_resumed(
+    orch: Orch, prepared_url: str, name: str, flags: Sequence[str]
+) -> None:
+    file = orch.sweep_file(COUNTER.replace("0.04", "600"), name)
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, "sweep", str(file), *flags],
+        cwd=LAB,
+        env=orch.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: value_of(prepared_url, STATES, name) == "running")
+    family = family_of(process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "still waiting for trial 0;" in output
+    assert f"orch resume {name}" in output or f"{name}.yaml --resume" in output
+    assert value_of(prepared_url, STATES, name) == "killed"
+    reason = orch.rows(f"select reason from runs where sweep = '{name}'")[0]["reason"]
+    assert "did not stop within 1 s" in reason or flags == (), reason
+    assert wait_for(lambda: are_gone(family), 10)
 
 
 def test_a_closed_terminal_stops_the_sweep_as_the_first_ctrl_c_does(orch: Orch, prepared_url: str, name: str) -> None:
@@ -179,6 +216,20 @@ def test_a_sigterm_during_the_preflight_ends_its_checks_and_starts_nothing(
     assert "nothing was started" in output
     assert wait_for(lambda: are_gone([check]), 10)
     assert value_of(prepared_url, NUM_SWEEPS, name) == 0
+
+
+def test_a_wish_to_cancel_that_comes_when_all_is_trained_leaves_a_finished_sweep(
+    orch: Orch, prepared_url: str, name: str
+) -> None:
+    one_step = COUNTER.replace("steps: 100, sleep_s: 0.04", "steps: 1, sleep_s: 4")  # a wish is heard within 2 s
+    process = orch.start("sweep", orch.sweep_file(one_step, name), "--inline")
+    wait_until(lambda: value_of(prepared_url, STATES, name) == "running")
+    value_of(prepared_url, "update orch_ledger.sweeps set wanted = 'cancel' where name = %s", name)
+    output, _ = process.communicate(timeout=60)
+    assert "cancelled by `orch cancel`" in output  # it was heard
+    assert process.returncode == 0, output
+    assert "go on with what is left" not in output
+    assert value_of(prepared_url, "select state from orch_ledger.sweeps where name = %s", name) == "finished"
 
 
 def test_a_signal_that_comes_when_all_is_trained_leaves_a_finished_sweep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -17,8 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator import background
+from orchestrator import background, serve, services
+from orchestrator.errors import AlreadyExists
 from orchestrator.execution.ray_tune import warm
+from orchestrator.ledger.process import process_name
+from orchestrator.locks import is_free, locked
 from orchestrator.settings import Home
 from tests.conftest import Orch
 
@@ -131,9 +135,36 @@ def test_a_service_is_stopped_with_all_it_started_also_when_it_has_died_itself(
     assert len(family) == 2
     os.kill(toy.pid, signal.SIGKILL)
     wait_until(lambda: not toy.is_up)
+    assert not is_free(background.log_file(home, "toy")), "its worker may write there"
     assert background.stop(home, "toy")
     assert marked(toy.mark) == []
+    assert is_free(background.log_file(home, "toy"))
     assert not background.stop(home, "toy"), "nothing is left, and that is no error"
+
+
+def test_the_servers_of_a_ui_that_was_killed_are_ended_by_the_next_one(
+    service: tuple[Home, background.Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "STOP_TIMEOUT_S", 0.3)
+    home, toy = service
+    os.kill(toy.pid, signal.SIGKILL)
+    wait_until(lambda: not toy.is_up)
+    assert len(marked(toy.mark)) == 1
+    (home.path / "toy.json").rename(home.path / "ui.json")
+    assert serve._in_background(home) is None
+    assert marked(toy.mark) == [], "they would hold the ports that are looked at next"
+
+
+def test_a_service_that_takes_a_dead_ones_place_ends_what_it_left(
+    service: tuple[Home, background.Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "STOP_TIMEOUT_S", 0.3)
+    home, toy = service
+    os.kill(toy.pid, signal.SIGKILL)
+    wait_until(lambda: not toy.is_up)
+    with pytest.raises(background.OrchError, match="the next one"):
+        background.start(home, "toy", [background.sys.executable, "-c", "raise SystemExit('the next one')"])
+    assert marked(toy.mark) == []
 
 
 def test_a_stale_file_ends_nobody_whose_pid_it_names(tmp_path: Path) -> None:
@@ -229,6 +260,7 @@ class Fresh:
 """
 
 
+@pytest.mark.slow
 def test_sweeps_on_a_warm_ray_see_their_own_code_environment_and_folder_and_leave_no_worker(
     apart: tuple[Orch, Home], tmp_path: Path
 ) -> None:
@@ -246,8 +278,34 @@ def test_sweeps_on_a_warm_ray_see_their_own_code_environment_and_folder_and_leav
         assert "warm Ray" not in done.out, "nothing to remark"
         assert own("logs", f"warm{number}", "--trial", 0).out.startswith(f"{code} 1.0 {code} None ")
         wait_until(lambda: not [one for one in marked(service.mark) if "ray::" in " ".join(one.cmdline())])
+    with (home.path / "ray.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4242@here")
+        lock.flush()
+        refused = orch("down", expect=2)
+    assert refused.err.startswith("a sweep of 4242@here trains on the warm Ray; nothing was stopped\n")
+    assert service.is_up
     assert "the warm Ray is stopped" in orch("down").out
     assert marked(service.mark) == []
+
+
+def test_what_a_dead_warm_ray_left_to_a_sweep_stays_until_that_has_ended(tmp_path: Path) -> None:
+    home = Home(tmp_path / ".orch").ensure()
+    env = {**os.environ, background.MARK: "0123456789abcdef"}
+    node = subprocess.Popen(["sleep", "600"], env=env)
+    try:
+        (home.path / "ray.json").write_text(json.dumps({"pid": 4_194_304, "mark": "0123456789abcdef"}))
+        with locked(home.path / "ray.lock") as lock:
+            warm._sign(lock)
+            with pytest.raises(AlreadyExists, match=f"under a sweep of {process_name()}"):
+                services._ray(home)
+            with warm.joined(home, tmp_path) as (cluster, why):
+                assert cluster is None
+                assert why.startswith("the warm Ray of `orch up --ray` has died")
+        assert node.poll() is None
+    finally:
+        node.kill()
+        node.wait()
 
 
 @pytest.mark.parametrize(
@@ -260,17 +318,18 @@ def test_sweeps_on_a_warm_ray_see_their_own_code_environment_and_folder_and_leav
 )
 def test_a_warm_ray_that_cannot_be_joined_is_one_remark(tmp_path: Path, facts: dict[str, str], remark: str) -> None:
     home = Home(tmp_path / ".orch").ensure()
-    mark = "0123456789abcdef" if facts else "of nobody"
+    mark, pid = "0123456789abcdef", 0 if facts else 4_194_304  # no process has the latter
     env = {**os.environ, background.MARK: "0123456789abcdef"}
     holder = subprocess.Popen(["sleep", "600"], env=env)
     try:
-        said = {"pid": holder.pid, "mark": mark, "address": "127.0.0.1:1", **warm.made_of(), **facts}
+        said = {"pid": pid or holder.pid, "mark": mark, "address": "127.0.0.1:1", **warm.made_of(), **facts}
         (home.path / "ray.json").write_text(json.dumps(said))
         with warm.joined(home, tmp_path) as (cluster, why):
             assert cluster is None
             assert why.startswith(remark)
         with warm.joined(home, tmp_path) as (cluster, why):
             assert (cluster, why == "") == (None, not facts), "a dead one is told once"
+        assert (holder.poll() is None) == bool(facts), "what it left is ended"
     finally:
         holder.kill()
         holder.wait()

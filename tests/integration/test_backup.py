@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 import textwrap
 import time
@@ -13,9 +14,11 @@ from typing import Any
 import psycopg
 import pytest
 
+from orchestrator import backup
 from orchestrator.database.connection import Database
 from orchestrator.database.dump import programs
 from orchestrator.errors import DatabaseUnavailable
+from orchestrator.settings import Settings, remote_journal_folder
 from orchestrator.tracking.journal import Journal
 from orchestrator.tracking.records import Points, to_json
 from tests.conftest import DatabaseOn, Orch
@@ -78,16 +81,19 @@ class Source:
             while not (folder / "waits").exists():
                 assert not sweeping.done(), sweeping.result()
                 time.sleep(0.01)
-            self.leave_a_point_in_a_journal(folder)
+            [(identity,)] = ask(self.url, "select value from orch_ledger.meta where key = 'identity'")
+            of_a_node = remote_journal_folder(Settings()) / identity
+            self.leave_a_point_in_a_journal(folder / "source" / ".orch" / "journal" / identity, 42.0)
+            self.leave_a_point_in_a_journal(of_a_node, 43.0)
             self.said = self.orch("backup", self.file).out
+            shutil.rmtree(of_a_node)
             (folder / "go").touch()
 
-    def leave_a_point_in_a_journal(self, folder: Path) -> None:
+    def leave_a_point_in_a_journal(self, folder: Path, value: float) -> None:
         """As a recorder does that died before the database took it."""
         [(run_id, trial_id)] = ask(self.url, "select run_id, id from orch_ledger.trials where state = 'finished'")
-        [(identity,)] = ask(self.url, "select value from orch_ledger.meta where key = 'identity'")
-        journal = Journal.create(folder / "source" / ".orch" / "journal" / identity)
-        journal.append([to_json(Points(run_id, trial_id, 1, 20, int(time.time() * 1000), {"late": 42.0}))])
+        journal = Journal.create(folder)
+        journal.append([to_json(Points(run_id, trial_id, 1, 20, int(time.time() * 1000), {"late": value}))])
         journal.close()
 
 
@@ -113,7 +119,8 @@ def test_a_sweep_backed_up_in_its_middle_goes_on_in_another_server_with_the_same
         assert [state for state, _ in states] == ["finished", "lost", "waiting"]
         assert states[1][1].startswith("it ran when the backup of ")
         assert ask(url, "select status from public.runs where status = 'RUNNING'") == []
-        assert ask(url, "select value from public.metrics where key = 'late'") == [(42.0,)], "it was in a journal only"
+        late = ask(url, "select value from public.metrics where key = 'late' order by value")
+        assert late == [(42.0,), (43.0,)], "they were in journals only"
         there("sweep", source.sweep, "--inline", "--resume")
         assert ask(url, STEPS) == [(trial, list(range(1, 21)), True) for trial in range(3)]
         runs = "select run_id, trial from orch.runs where trial < 2 order by trial"
@@ -188,6 +195,13 @@ def test_a_dump_that_cannot_be_loaded_leaves_neither_tables_nor_artifacts(
         assert "cannot be loaded" in refusal
         assert ask(url, "select count(*) from pg_tables where schemaname in ('public', 'orch_ledger')") == [(0,)]
     assert not list((tmp_path / "target" / ".orch" / "artifacts").glob("*"))
+
+
+def test_nothing_but_our_own_drafts_is_left_out(tmp_path: Path) -> None:
+    for name in (".env", ".config", ".step-5.attempt-1", ".model.bin.part", "step-5.attempt-1", "x.part"):
+        (tmp_path / name).touch()
+    kept = [path.name for path in backup._whole_files(tmp_path)]
+    assert kept == [".config", ".env", "step-5.attempt-1", "x.part"]
 
 
 def test_a_server_newer_than_every_pg_dump_here_is_told_with_what_to_install() -> None:

@@ -136,10 +136,13 @@ def test_rm_purge_takes_the_checkpoints_of_unfinished_trials_along(orch: Orch, n
     assert not folder.exists()
 
 
-def test_a_retry_after_a_dead_worker_goes_on_at_the_last_checkpoint(ray_orch: Orch, name: str, server_url: str) -> None:
-    ray_orch("sweep", ray_orch.sweep_file(COUNTER % 37, name))
-    assert spans(server_url, name) == [(1, 30, 1, 30), (2, 30, 31, 60)]
-    assert ends(server_url, name) == [("finished", 2, 60)]
+def test_a_dead_worker_costs_one_attempt_that_goes_on_at_the_last_checkpoint_and_the_sweep_goes_on(
+    ray_orch: Orch, name: str, server_url: str
+) -> None:
+    text = (COUNTER % 37).replace("steps: 60", "steps: {grid: [60, 30]}").replace("0.04", "0.02")
+    ray_orch("sweep", ray_orch.sweep_file(text, name), "--max-concurrent", 1)
+    assert spans(server_url, name) == [(1, 60, 1, 30), (2, 30, 31, 60)]  # both trials' first attempts
+    assert sorted(ends(server_url, name)) == [("finished", 1, 30), ("finished", 2, 60)]
 
 
 STORES = [("wasbs://box@account/orch", True), ("s3://bucket/orch", False), ("/tmp/orch", False), ("", False)]

@@ -174,7 +174,8 @@ def test_an_objective_of_none_fails_its_trial_by_name_and_the_other_finishes(lab
     """
     lab("sweep", lab.sweep_file(text, name), "--inline", expect=1)
     assert states(lab, name) == ["failed", "finished"]
-    assert "'val/loss' is None" in lab.rows(f"select reason from runs where sweep = '{name}'")[0]["reason"]
+    [failed] = lab.rows(f"select reason from runs where sweep = '{name}' and trial = 0")
+    assert "'val/loss' is None" in failed["reason"]
 
 
 def test_optuna_knows_stopped_trials_as_pruned_and_none_as_running(lab: Orch, name: str, server_url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import psycopg
 import pytest
 
 from orchestrator.ledger.leftovers import index_statements
+from orchestrator.settings import Settings, remote_journal_folder
 from orchestrator.tracking.indexes import NEEDED
 from orchestrator.tracking.journal import Journal
 from tests.conftest import DatabaseOn, Orch
@@ -97,14 +99,24 @@ def test_points_that_wait_in_a_journal_are_told_with_their_host_and_for_whom(pat
     with psycopg.connect(patient.url) as connection:
         row = connection.execute("select value from orch_ledger.meta where key = 'identity'").fetchone()
     assert row is not None
-    for identity in (row[0], "00000000-0000-4000-8000-000000000000"):
-        journal = Journal.create(patient.home / "journal" / identity)
+    of_a_node = remote_journal_folder(Settings()) / row[0]
+    for folder in (
+        patient.home / "journal" / row[0],
+        of_a_node,
+        patient.home / "journal" / f"{0:08}-0000-4000-8000-{0:012}",
+    ):
+        journal = Journal.create(folder)
         journal.append([{"a": "point"}])
         journal.close()
-    out = patient.orch("doctor").out
+    for number, text in enumerate(("", '{"pid": 1', "[1]", '{"pid": 1}')):
+        (patient.home / f"notes{number}.json").write_text(text)  # the person's own, or torn
+    try:
+        out = patient.orch("doctor").out
+    finally:
+        shutil.rmtree(of_a_node)
     waiting = [line for line in out.splitlines() if line.startswith("journal ")]
-    assert len(waiting) == 2
-    assert sum("the next sweep on this host writes it" in line for line in waiting) == 1
+    assert len(waiting) == 3
+    assert sum("the next sweep on this host writes it" in line for line in waiting) == 2
     assert sum("for another database: run orch with that one" in line for line in waiting) == 1
 
 

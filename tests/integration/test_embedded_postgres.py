@@ -19,8 +19,9 @@ import pytest
 
 from orchestrator.database import embedded
 from orchestrator.database.connection import Database, open_database
-from orchestrator.database.keeper import Locks, find_server, try_lock, wait_for
+from orchestrator.database.keeper import Locks, find_server, wait_for
 from orchestrator.errors import DatabaseUnavailable, PlaceUnusable
+from orchestrator.locks import try_lock
 from orchestrator.settings import Home, Settings
 
 ROOT = Path(__file__).parents[2]

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,8 +17,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from orchestrator import background
 from orchestrator.database import embedded
+from orchestrator.errors import NotFound
+from orchestrator.housekeeping import Pile
 from orchestrator.ledger.process import this_process
+from orchestrator.locks import try_lock_folder
 from orchestrator.settings import Home
 from orchestrator.tracking.journal import Journal
 from tests.conftest import DatabaseOn, Orch
@@ -54,7 +60,9 @@ class Untidy:
         self.orch = Orch(env, folder)
         self.orch("sweep", self.orch.sweep_file(FATES, "fates"), "--inline", expect=1)
         for name in ("gone", "archived", "busy"):
-            self.orch("sweep", self.orch.sweep_file(PLAIN, name), "--inline")
+            self.orch(
+                "sweep", self.orch.sweep_file(PLAIN, name), "--inline", "--set", f"keep_checkpoints={name == 'busy'}"
+            )
         self.orch("rm", "archived")
         self.runs = {
             state: Path(uri.removeprefix("file://"))
@@ -105,12 +113,24 @@ def test_gc_takes_what_is_dead_and_old_and_says_what_it_kept(untidy: Untidy) -> 
     strangers = make(untidy.location / "my_notes" / "note.txt")
     elsewhere = make(untidy.home / "artifacts" / "other-abcdef" / "note.txt")
     finished = make(untidy.runs["finished"].with_name("artifacts-checkpoints") / "step-4.attempt-1")
+    [(uri,)] = untidy.ask(
+        "select artifact_uri from public.runs join orch_ledger.trials on run_id = run_uuid where sweep_id = 4"
+    )
+    asked_for = make(Path(uri.removeprefix("file://")).with_name("artifacts-checkpoints") / "step-2.attempt-1")
     failed = make(untidy.runs["failed"].with_name("artifacts-checkpoints") / "step-2.attempt-1")
     refused = make(untidy.home / "journal" / identity / "rejected.jsonl")
     drained = make(untidy.home / "journal" / identity / f"{socket.gethostname()}~4194303~00c0ffee" / "lock", text="")
     foreign = journal_with_a_point(untidy.home / "journal" / "00000000-0000-4000-8000-000000000000")
-    dead_session = make(untidy.runtime / "orch-0123456789-ray" / "4194303" / "socket")
-    live_session = make(untidy.runtime / "orch-0123456789-ray" / str(os.getpid()) / "socket")
+    dead_session = make(untidy.runtime / "orch-0123456789-ray" / str(os.getpid()) / "socket")
+    for run in untidy.runs.values():  # written long ago, and known: no orphan
+        for path in (run.parent, *run.parent.rglob("*")):
+            os.utime(path, times=(1, 1))
+    live_session = make(untidy.runtime / "orch-0123456789-ray" / "4194303" / "socket")
+    held = try_lock_folder(live_session.parent)
+    assert held is not None
+    quiet_log = untidy.home / "logs" / "toy.log"
+    service, _ = background.spawn(["sleep", "600"], quiet_log, os.environ)
+    make(quiet_log)
 
     before = untidy.everything()
     shown = untidy.tidy("--dry-run")
@@ -139,21 +159,32 @@ def test_gc_takes_what_is_dead_and_old_and_says_what_it_kept(untidy: Untidy) -> 
     ]
     for gone in (old_logs, orphan, finished, refused, drained.parent, dead_session.parent, untidy.runs["diverged"]):
         assert not gone.exists(), gone
-    for kept in (new_logs, young, strangers, elsewhere, failed, foreign, live_session, untidy.runs["failed"]):
+    for kept in (new_logs, young, strangers, elsewhere, failed, asked_for, foreign, live_session, quiet_log):
         assert kept.exists(), kept
+    assert not untidy.runs["diverged"].parent.exists(), "nor does an empty folder of a run stay"
+    assert untidy.runs["failed"].exists()
+    assert "1 (0.0 MB) of what runs in the background" in done["old logs"]["kept"]
+    service.kill()
+    service.wait()
+    os.close(held)
     assert "younger than 7 days" in done["artifacts of no run"]["kept"]
     assert "may belong to another database" in done["artifacts of no run"]["kept"]
-    assert "of failed trials; removed only with --checkpoints" in done["checkpoints of trials that are over"]["kept"]
+    states_kept = done["checkpoints of trials that are over"]["kept"]
+    assert "of failed trials; removed only with --checkpoints" in states_kept
+    assert "kept on request (keep_checkpoints: true); removed only with --checkpoints" in states_kept
     assert "for another database; --foreign-journals" in done["journals"]["kept"]
     assert "removed only with --archived" in done["archived sweeps"]["kept"]
 
     flagged = untidy.tidy("--archived", "--checkpoints", "--foreign-journals")
     assert {kind: line["number"] for kind, line in flagged.items() if line["number"]} == {
         "archived sweeps": 1,
-        "checkpoints of trials that are over": 1,
+        "checkpoints of trials that are over": 2,
         "journals": 1,
+        "folders of dead commands": 1,
+        "old logs": 1,
     }
     assert not failed.exists()
+    assert not asked_for.exists()
     assert not foreign.exists()
     assert untidy.ask("select name from orch_ledger.sweeps order by id") == [("fates",), ("busy",)]
     assert untidy.orch("status").out.count("fates") == 1
@@ -169,6 +200,32 @@ def journal_with_a_point(folder: Path) -> Path:
     return journal.folder
 
 
+def test_what_cannot_go_says_why_and_holds_up_nothing_else(untidy: Untidy, tmp_path: Path) -> None:
+    def missing() -> None:
+        raise NotFound("somebody was faster\nand more")
+
+    pile, file = Pile("things"), make(tmp_path / "old")
+    for remove in (missing, lambda: untidy.ask("select 1 / 0"), file.unlink, file.unlink):
+        pile.add(1_000, remove)
+    pile.clear()
+    assert not file.exists()
+    assert pile.line(dry_run=False)[1] == 2, "what somebody else has removed meanwhile is gone"
+    assert list(pile.kept) == ["somebody was faster", "division by zero"]
+
+
+def test_a_scratch_folder_goes_with_the_process_that_holds_it_whatever_has_its_number_now(tmp_path: Path) -> None:
+    home = Home(tmp_path / ".orch")
+    code = f"from orchestrator.settings import Home, Path; print(Home(Path({str(home.path)!r})).scratch())"
+    dead = Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+    assert dead.is_dir()
+    ours, other = home.scratch(), home.scratch()
+    assert ours.is_dir()
+    assert other.is_dir()
+    assert ours != other
+    assert not dead.exists()
+    shutil.rmtree(ours.parent)
+
+
 def test_gc_keeps_what_a_command_works_on(untidy: Untidy) -> None:
     untidy.ask(
         f"update public.experiments set lifecycle_stage = 'deleted', last_update_time = {AGO} where name = 'busy'"
@@ -177,7 +234,15 @@ def test_gc_keeps_what_a_command_works_on(untidy: Untidy) -> None:
         "update orch_ledger.sweeps set holder = 'somebody', heartbeat_at = clock_timestamp(), "
         f"holder_process = '{this_process()}' where name = 'busy'"
     )
-    line = untidy.tidy()["sweeps deleted in MLflow"]
+    [(location,)] = untidy.ask("select artifact_location from public.experiments where name = 'busy'")
+    just_made = make(Path(location.removeprefix("file://")) / ("c" * 32) / "artifacts" / "sweep.json")
+    os.utime(just_made.parents[1], times=(1, 1))
+    starting = untidy.runtime / f"orch-{os.getuid()}-0123456789"
+    starting.mkdir()
+    lines = untidy.tidy("--older-than", "0s")
+    assert just_made.exists(), "its row may be on its way"
+    assert starting.exists(), "another home's database may be about to put its socket there"
+    line = lines["sweeps deleted in MLflow"]
     assert line["number"] == 0
     assert "in use by a command" in line["kept"]
     assert untidy.ask("select count(*) from public.experiments where name = 'busy'") == [(1,)]

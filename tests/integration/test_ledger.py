@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 import signal
@@ -14,18 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+import psycopg
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from psycopg import OperationalError
 from sqlalchemy import Engine, create_engine, make_url, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from orchestrator import ledger as ledger_package
 from orchestrator.database.borrow import borrowed
+from orchestrator.database.keeper import wait_for
 from orchestrator.errors import AlreadyExists, DatabaseUnavailable, NotFound
 from orchestrator.ledger import Ledger, SweepRow, SweepState, upgrade
 from orchestrator.ledger import lease as lease_module
@@ -528,13 +530,11 @@ def test_a_killed_holder_frees_its_sweep_at_once(empty_database_url: str, ledger
 
 
 @pytest.mark.usefixtures("slow_beat")
-def test_a_lease_outlives_its_connection(engine: Engine, ledger: Ledger, sweep: SweepRow) -> None:
+def test_a_lease_outlives_its_connection(empty_database_url: str, ledger: Ledger, sweep: SweepRow) -> None:
     with ledger.hold(sweep.id) as lease:
-        with engine.begin() as connection:
+        with psycopg.connect(empty_database_url) as connection:
             others = "datname = current_database() and pid <> pg_backend_pid()"
-            connection.execute(text(f"select pg_terminate_backend(pid) from pg_stat_activity where {others}"))
-        with pytest.raises(OperationalError):
-            lease.renew()
+            connection.execute(f"select pg_terminate_backend(pid) from pg_stat_activity where {others}")
         lease.renew()
         assert ledger.holder(sweep.id).name.startswith(f"{os.getpid()}@")
 
@@ -654,6 +654,24 @@ def test_a_wish_is_heard_once_by_whom_it_was_meant_for(ledger: Ledger, sweep: Sw
         assert ledger.ask_to_cancel(holder, now=True) is None  # meant for the one before
         lease.renew()
         assert lease.wanted is Wish.NONE
+
+
+def test_a_word_that_is_no_wish_is_refused_and_asks_for_nothing(engine: Engine, sweep: SweepRow) -> None:
+    with pytest.raises(IntegrityError, match="sweeps_wanted_check"), engine.begin() as connection:
+        connection.execute(text(f"update {SCHEMA}.sweeps set wanted = 'stop it'"))
+    assert Wish("stop it") is Wish.NONE  # of a database that was made before the constraint
+
+
+def test_a_heart_goes_on_beating_whatever_went_wrong(
+    ledger: Ledger, sweep: SweepRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "BEAT_S", 0.02)
+    with ledger.hold(sweep.id) as lease:
+        lease.cancel_now = lambda: operator.truediv(1, 0)
+        ledger.ask_to_cancel(ledger.holder(sweep.id), now=True)
+        assert wait_for(lambda: lease.trouble == "division by zero", 30)
+        lease.cancel_now = lambda: None
+        assert wait_for(lambda: lease.trouble == "", 30)
 
 
 # Which process that is

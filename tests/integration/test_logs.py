@@ -139,10 +139,12 @@ def test_a_replayed_journal_writes_each_line_once_and_lines_of_a_purged_sweep_no
         assert replayed == lines
         write_logs(connection, lines)
         write_logs(connection, lines)
-        query = "select line, extract(epoch from written_at)::float8 from orch_ledger.logs where attempt = %s"
-        assert connection.execute(query + " and trial_id is null", [fence + 1]).fetchall() == [
-            ("said\N{REPLACEMENT CHARACTER}twice", 1_700_000_000.5)
-        ]
+        query = (
+            "select line, extract(epoch from written_at)::float8 from orch_ledger.logs "
+            "where trial_id is null and attempt = %s and sweep_id in (%s, -1)"
+        )
+        stored = connection.execute(query, [fence + 1, sweep_id]).fetchall()
+        assert stored == [("said\N{REPLACEMENT CHARACTER}twice", 1_700_000_000.5)]
         connection.rollback()
 
 

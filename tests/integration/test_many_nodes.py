@@ -80,6 +80,7 @@ def two_nodes(orch: Orch, home: Home) -> Iterator[Orch]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_node_where_trials_die_is_avoided_and_costs_no_trial(two_nodes: Orch, name: str, tmp_path: Path) -> None:
     text = f"""
         workload: orch_lab:Brittle

@@ -25,7 +25,7 @@ from tests.conftest import DatabaseOn, Orch, free_port
 TINY = """
     workload: {package}.models:Counter
     metric: {{name: train/loss, mode: min}}
-    params: {{steps: 5, seed: {{grid: [0, 1]}}}}
+    params: {{steps: 5, raise_at: {{grid: [0, 3]}}}}
     preflight: false
 """
 SERVER_MODULES = ("aiohttp_cors", "opencensus", "colorful", "prometheus_client", "smart_open")  # of ray[default]
@@ -40,7 +40,7 @@ class JobServer:
     url: str
     folder: Path
 
-    def detach(self, spec: Path, *more: object, expect: int = 0, **env: str) -> str:
+    def detach(self, spec: Path | str, *more: object, expect: int = 0, **env: str) -> str:
         done = replace(self.orch, env={**self.orch.env, **env})("sweep", spec, "--detach", *more, expect=expect)
         return done.out if expect == 0 else done.err
 
@@ -109,15 +109,20 @@ def spec(server: JobServer, name: str) -> Path:
     return server.orch.sweep_file(TINY.format(package=package.name), name)
 
 
+@pytest.mark.slow
 def test_a_detached_sweep_runs_in_the_cluster_with_the_code_that_came_along(
     server: JobServer, spec: Path, name: str, server_url: str
 ) -> None:
-    said = server.detach(spec, PYTHONPATH=str(server.orch.folder))
-    assert name in said
+    package = str(server.orch.folder)
+    said = server.detach(f"{spec.parent}/./{spec.name}", PYTHONPATH=package)
+    assert f"{name} runs on without this terminal" in said
     assert f"orch logs {name}" in said
     _until(lambda: _state(server, name) == "finished", 60, lambda: str(server.orch("status", expect=None)))
-    runs = server.orch.rows(f"select state, host from runs where sweep = '{name}'")
-    assert [run["state"] for run in runs] == ["finished", "finished"]
+    runs = server.orch.rows(f"select state, host from runs where sweep = '{name}' order by trial")
+    assert [run["state"] for run in runs] == ["finished", "failed"]
+    shown = server.detach(spec, "--resume", expect=1, PYTHONPATH=package)  # nothing is left: the job has its own end
+    assert f"{name}: 1/2 finished (1 failed)" in shown
+    assert "without this terminal" not in shown
     password = server_url.partition("@")[0].rpartition(":")[2]
     files = [path for path in server.folder.glob("session_*/logs/**/*") if path.is_file()]
     assert files
@@ -144,6 +149,7 @@ def test_a_command_that_was_submitted_for_another_database_starts_nothing(
     assert "the cluster's head names no database: set ORCH_DATABASE_URL" in refused.err
 
 
+@pytest.mark.slow
 def test_a_wrong_token_and_a_silent_address_are_told_at_once(server: JobServer, spec: Path) -> None:
     package = str(server.orch.folder)
     wrong = server.detach(spec, expect=2, PYTHONPATH=package, RAY_AUTH_TOKEN="0" * 32)

@@ -58,7 +58,7 @@ def owner(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture
 def reader(owner: Database) -> Database:
     with owner.connect() as connection:
-        return reader_database(owner, ensure_reader(connection, SECRET))
+        return reader_database(owner, ensure_reader(connection, SECRET, is_server_ours=True))
 
 
 # What it can do
@@ -81,7 +81,7 @@ def test_the_reader_keeps_its_rights_when_views_are_made_anew(owner: Database, r
         assert run_query(reader, "select count(*) from sweep_t").rows == [(1,)]
         connection.execute("drop schema orch cascade")
         view_catalog.apply(connection)
-        ensure_reader(connection, SECRET)
+        ensure_reader(connection, SECRET, is_server_ours=True)
     assert run_query(reader, "select count(*) from sweep_t").rows == [(1,)]
 
 
@@ -228,14 +228,18 @@ def test_an_existing_reader_costs_one_look_and_a_new_secret_mends_it(owner: Data
     with owner.connect(autocommit=True) as connection:
         before = connection.execute("select made_at from orch_ledger.readers").fetchall()
         started = time.perf_counter()
-        ensure_reader(connection, SECRET)
+        ensure_reader(connection, SECRET, is_server_ours=True)
         assert time.perf_counter() - started < 0.1  # measured: 4 ms
         assert connection.execute("select made_at from orch_ledger.readers").fetchall() == before
-        renewed = reader_database(owner, ensure_reader(connection, "a new password"))
+        may = "select has_function_privilege('public', 'lo_creat(integer)', 'execute')"
+        assert connection.execute(may).fetchone() == (False,)
+        connection.execute("grant execute on function lo_creat(integer) to public")
+        renewed = reader_database(owner, ensure_reader(connection, "a new password", is_server_ours=False))
+        assert connection.execute(may).fetchone() == (True,), "on a given server others may need it"
         assert run_query(renewed, "select 1").rows == [(1,)]
         with pytest.raises(DatabaseUnavailable):
             run_query(reader, "select 1")
-        ensure_reader(connection, SECRET)
+        ensure_reader(connection, SECRET, is_server_ours=True)
 
 
 def test_an_owner_that_may_not_create_roles_is_told_the_way_out(
@@ -248,11 +252,11 @@ def test_an_owner_that_may_not_create_roles_is_told_the_way_out(
     plain = Database(tuple(sorted({**dict(admin.parameters), "user": "orch", "password": password}.items())))
     with prepared(plain, "plain_owner", tmp_path_factory.mktemp("artifacts"), superuser=admin) as owner:
         with owner.connect() as connection, pytest.raises(DatabaseUnavailable, match="ORCH_READER_URL"):
-            ensure_reader(connection, password)
+            ensure_reader(connection, password, is_server_ours=False)
         with admin.connect(autocommit=True) as connection:
             connection.execute("alter role orch createrole")  # still no superuser, on PostgreSQL 15
         with owner.connect() as connection:
-            reader = reader_database(owner, ensure_reader(connection, password))
+            reader = reader_database(owner, ensure_reader(connection, password, is_server_ours=False))
         assert run_query(reader, "select count(*) from runs").rows == [(1,)]
         for query in ("select count(*) from public.runs", "create temporary table mine (a int)"):
             with pytest.raises(QueryError):

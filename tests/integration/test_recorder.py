@@ -23,6 +23,7 @@ from orchestrator.database import embedded
 from orchestrator.database.connection import Database
 from orchestrator.settings import Home
 from orchestrator.tracking import mlflow_schema
+from orchestrator.tracking import recorder as recorder_module
 from orchestrator.tracking.bulk import rows_of, write_rows
 from orchestrator.tracking.journal import Journal, orphans
 from orchestrator.tracking.recorder import (
@@ -457,6 +458,10 @@ def test_a_full_disk_reaches_the_caller_and_what_was_given_is_written_when_there
     recorder = open_recorder(place.connect)
     monkeypatch.setattr(recorder._journal, "append", functools.partial(_no_space))
     recorder.record([points(run_id, 0, loss=1.0)])
+    with pytest.raises(TimeoutError):  # a disk may become free again
+        recorder.sync(0.3)
+    assert "No space left" in recorder.disk_error
+    monkeypatch.setattr(recorder_module, "DISK_PATIENCE_S", 0.0)
     with pytest.raises(JournalUnwritable, match="No space left"):
         recorder.sync(5)
     with pytest.raises(JournalUnwritable, match="ORCH_JOURNAL_DIR"):
@@ -467,6 +472,7 @@ def test_a_full_disk_reaches_the_caller_and_what_was_given_is_written_when_there
         time.sleep(0.05)
     assert recorder.drain(10)
     assert len(place.metrics(run_id)) == 1
+    assert recorder.disk_error == ""
 
 
 def _no_space(_records: object) -> None:

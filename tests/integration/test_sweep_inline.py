@@ -7,13 +7,18 @@ import math
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
 import psycopg
 import pytest
 
+from orchestrator.settings import Home
+from orchestrator.tracking.journal import Journal
 from orchestrator.tracking.mlflow_schema import mlflow_uri
+from orchestrator.tracking.records import Points, to_json
+from orchestrator.workspace import open_workspace
 from tests.conftest import Orch
 
 GRID = """
@@ -34,6 +39,36 @@ ODD = """
       do: {grid: [%s]}
     log_every: 1
 """
+
+
+THREADS = """
+import os
+from orchestrator.trial import Report
+from orchestrator.workload import WorkloadConfig
+
+AT_IMPORT = float(os.environ.get("OMP_NUM_THREADS") or "nan")  # torch looks once, when it is imported
+
+
+class Counted:
+    class Config(WorkloadConfig):
+        seed: int = 0
+
+    metrics = ("threads",)
+
+    def run(self, config, context):
+        yield Report(1, {"threads": AT_IMPORT})
+"""
+
+
+@pytest.mark.parametrize(("typed", "counted"), [("", 2), ("5", 5)])
+def test_a_workload_that_imports_torch_at_its_top_gets_the_threads_of_its_cpus(
+    orch: Orch, name: str, tmp_path: Path, typed: str, counted: int
+) -> None:
+    (tmp_path / f"lab_{name}.py").write_text(THREADS)
+    spec = f"workload: lab_{name}:Counted\nmetric: {{name: threads, mode: max}}\nresources: {{cpu: 2}}\n"
+    typing = replace(orch, env={**orch.env, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": typed})
+    typing("sweep", orch.sweep_file(spec, name), "--inline", "--set", "preflight=false")
+    assert orch.rows(f"select threads from sweep_{name}") == [{"threads": counted}]
 
 
 def test_a_grid_is_trained_and_answers_its_question(orch: Orch, name: str) -> None:
@@ -57,10 +92,23 @@ def test_every_point_is_in_mlflows_tables_once(orch: Orch, name: str) -> None:
     assert rows == [{"n": 12 * 10 * 5, "d": 12 * 10 * 5}]
 
 
-def test_a_finished_sweep_prints_its_comparison_again_and_an_existing_name_is_refused(orch: Orch, name: str) -> None:
+def test_a_finished_sweep_prints_its_comparison_again_and_an_existing_name_is_refused(
+    orch: Orch, name: str, home: Home, server_url: str
+) -> None:
     file = orch.sweep_file(GRID, name)
     orch("sweep", file, "--inline")
+    with psycopg.connect(server_url) as connection:
+        names = f"select id from orch_ledger.sweeps where name = '{name}'"
+        trial = connection.execute(f"select run_id, id from orch_ledger.trials where sweep_id = ({names})").fetchone()
+    assert trial is not None
+    journal = Journal.create(open_workspace(home.path).remote_journal)  # as a cluster's recorder on this host does
+    journal.append([to_json(Points(*trial, 1, 77, int(time.time() * 1000), {"late": 4.0}))])
+    journal.close()
     assert f"{name}: 12/12 finished" in orch("sweep", file, "--resume").out
+    assert orch.rows(f"select step, value from metrics where sweep = '{name}' and key = 'late'") == [
+        {"step": 77, "value": 4.0}
+    ]
+    journal.folder.parent.rmdir()
     refused = orch("sweep", file, expect=2)
     assert f"orch sweep {file} --resume" in refused.err
     assert "--name NEW_NAME" in refused.err
@@ -324,10 +372,19 @@ def test_mlflow_shows_parameters_tags_and_the_resolved_spec(orch: Orch, name: st
     assert "x: 1e-3" in spec["source"]["text"]
 
 
-def test_a_workload_that_exits_fails_its_trial_and_not_the_sweep(orch: Orch, name: str) -> None:
-    done = orch("sweep", orch.sweep_file(ODD % "exit, nothing", name), "--inline", expect=1)
-    assert f"{name}: 1/2 finished (1 failed)" in done.out
-    assert orch.rows(f"select reason from runs where sweep = '{name}' and trial = 0") == [{"reason": "SystemExit: 0"}]
+def test_whatever_a_workload_raises_or_closes_fails_its_trial_at_most_and_not_the_sweep(orch: Orch, name: str) -> None:
+    does = "exit, interrupt, generator_exit, base, speechless, endless, close_stdout, nothing"
+    done = orch("sweep", orch.sweep_file(ODD % does, name), "--inline", expect=1)
+    assert f"{name}: 2/8 finished (6 failed)" in done.out
+    assert "said by the deaf" in done.out
+    rows = orch.rows(f"select reason, error from runs where sweep = '{name}' and state = 'failed' order by trial")
+    told = ["SystemExit: 0", "KeyboardInterrupt: ", "GeneratorExit: ", "BaseException: of its own"]
+    assert [row["reason"] for row in rows[:4]] == told
+    assert rows[4]["reason"] == "Speechless, whose own text fails with BaseException"
+    assert rows[5]["reason"].startswith("ValueError: begin xxx")
+    assert len(rows[5]["error"]) < 21_000
+    assert "characters are left out]" in rows[5]["error"]
+    assert rows[5]["error"].endswith("xxx end\n")
 
 
 def test_a_trial_whose_run_cannot_be_opened_is_failed_in_the_ledger_too(orch: Orch, name: str, server_url: str) -> None:
@@ -373,10 +430,21 @@ def test_a_step_said_again_counts_as_said_last(orch: Orch, name: str) -> None:
     assert rows == [{"objective": 0.1, "val/loss": 0.1}]
 
 
-def test_an_archived_sweep_can_be_purged_by_the_name_it_was_given(orch: Orch, name: str) -> None:
-    orch("sweep", orch.sweep_file(ODD % "nothing", name), "--inline")
+def test_an_archived_sweep_can_be_purged_by_the_name_it_was_given_and_takes_its_study_along(
+    orch: Orch, name: str, server_url: str
+) -> None:
+    sampled = ODD.replace("{grid: [%s]}", "{choice: [nothing]}") + "    search: {algorithm: optuna, samples: 1}\n"
+    orch("sweep", orch.sweep_file(sampled, name), "--inline")
     archived = orch("rm", name).out.split("archived as ")[1].split(";")[0]
-    orch("rm", archived, "--purge")
+    for command in (("status", name), ("logs", archived), ("resume", archived)):
+        said = orch(*command, expect=2).err
+        assert f"unknown sweep {command[1]!r}: it was archived on" in said
+        assert f"orch rm {archived} --purge" in said
+    studies = f"select count(*) from optuna.studies where study_name = '{name}'"
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        assert connection.execute(studies).fetchone() == (1,)
+        orch("rm", archived, "--purge")
+        assert connection.execute(studies).fetchone() == (0,)
     assert "unknown sweep" in orch("rm", archived, "--purge", expect=2).err
 
 

@@ -56,6 +56,7 @@ def test_json_lines_tell_a_machine_everything(ten: tuple[str, Done]) -> None:
     assert events[-1]["counts"] == {"finished": 10}
 
 
+@pytest.mark.slow
 def test_a_local_ray_lives_for_the_sweep_only(orch: Orch, name: str) -> None:
     process = orch.start("sweep", orch.sweep_file(WITNESS % ("0.3", 4), name))
     output, _ = process.communicate(timeout=200)
@@ -65,50 +66,40 @@ def test_a_local_ray_lives_for_the_sweep_only(orch: Orch, name: str) -> None:
     assert left == ""
 
 
-def test_a_dead_worker_costs_one_attempt_and_the_sweep_goes_on(ray_orch: Orch, name: str) -> None:
-    text = WITNESS % ("0.1", 3) + "    retries: 1\n"
-    file = ray_orch.sweep_file(text.replace("sleep_s: 0.1", "sleep_s: 0.1, die_on_attempt: {grid: [0, 1]}"), name)
-    ray_orch("sweep", file)
-    rows = ray_orch.rows(
-        f"select state, attempts, count(*) as n from runs where sweep = '{name}' group by 1, 2 order by 2"
-    )
-    assert rows == [{"state": "finished", "attempts": 1, "n": 3}, {"state": "finished", "attempts": 2, "n": 3}]
-
-
-def test_a_dead_worker_without_retries_is_a_failed_trial_that_says_so(ray_orch: Orch, name: str) -> None:
-    text = (WITNESS % ("0.1", 1)).replace("sleep_s: 0.1", "sleep_s: 0.1, die_on_attempt: {grid: [0, 1]}")
-    done = ray_orch("sweep", ray_orch.sweep_file(text, name), expect=1)
-    assert f"{name}: 1/2 finished (1 failed)" in done.out
-    rows = ray_orch.rows(f"select state, reason from runs where sweep = '{name}' order by trial")
-    assert rows[1]["state"] == "failed"
-    assert rows[1]["reason"] == "the worker process died (killed, or a crash)"
-
-
 @pytest.fixture(scope="module")
 def odd(ray_orch: Orch) -> list[dict[str, Any]]:
-    """The trials of a sweep of which one does nothing odd, one hangs and one reports numpy's integers."""
+    """The trials of a sweep: one hangs and lets no other thread run; one does nothing odd, one reports numpy's integers,
+    one dies.
+    """
     name = f"odd{secrets.token_hex(5)}"
     text = """
         workload: orch_lab:Odd
         metric: val/loss
-        params: {do: {grid: [nothing, hang, numpy_step]}}
+        params: {do: {grid: [seize, nothing, numpy_step, die]}}
         log_every: 1
         resources: {trial_time: 2s}
     """
-    ray_orch("sweep", ray_orch.sweep_file(text, name), expect=1)
+    done = ray_orch("sweep", ray_orch.sweep_file(text, name), expect=1)
+    assert f"{name}: 2/4 finished (2 failed)" in done.out
     return ray_orch.rows(f"select state, reason, last_step from runs where sweep = '{name}' order by trial")
 
 
 def test_a_trial_past_its_time_fails_at_its_next_report_or_with_its_worker(odd: list[dict[str, Any]]) -> None:
-    assert odd[0]["state"] == "finished"
-    assert odd[1]["state"] == "failed"
-    assert odd[1]["reason"] == "no report within trial_time = 2 s; its worker was ended"
+    assert odd[0]["state"] == "failed"
+    assert odd[0]["reason"] == "no report within trial_time = 2 s; its worker was ended"
+    assert odd[1]["state"] == "finished"
 
 
 def test_steps_may_be_numpy_integers(odd: list[dict[str, Any]]) -> None:
     assert odd[2] == {"state": "finished", "reason": "", "last_step": 4}
 
 
+def test_a_dead_worker_without_retries_is_a_failed_trial_that_says_so(odd: list[dict[str, Any]]) -> None:
+    assert odd[3]["state"] == "failed"
+    assert odd[3]["reason"] == "the worker process died (killed, or a crash)"
+
+
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_stops_marks_and_says_how_to_go_on(orch: Orch, name: str) -> None:
     file = orch.sweep_file(WITNESS % ("1.0", 6), name)
     process = orch.start("sweep", file, "--max-concurrent", "2")
@@ -166,6 +157,7 @@ def test_the_private_names_of_ray_that_we_touch_are_still_there(module: str, own
     assert hasattr(getattr(importlib.import_module(module), owner), attribute)
 
 
+@pytest.mark.slow
 def test_a_killed_recorder_comes_back_and_no_point_is_lost(ray_orch: Orch, name: str, server_url: str) -> None:
     text = """
         workload: orch_lab:Trivial

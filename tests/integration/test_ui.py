@@ -124,9 +124,9 @@ def server_of(code: str, tmp_path: Path) -> serve.Server:
 
 def test_a_server_that_does_not_start_is_named_with_its_last_words_and_its_log(tmp_path: Path) -> None:
     server = server_of("raise SystemExit('no module named x')", tmp_path)
-    with serve.StopRequest() as stop, serve._running([server]) as [(_, process)]:
+    with serve.stop_request() as stop, serve._running([server]) as [child]:
         with pytest.raises(OrchError) as error:
-            serve._is_up(server, process, stop)
+            serve._is_up(child, stop)
     assert str(error.value) == f"toy did not start (exit code 1): no module named x\nread {tmp_path}/toy.log"
 
 
@@ -134,7 +134,7 @@ def test_a_server_that_dies_later_ends_the_command_with_1_and_names_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = server_of("print('out of memory'); raise SystemExit(9)", tmp_path)
-    with serve.StopRequest() as stop, serve._running([server]) as children:
+    with serve.stop_request() as stop, serve._running([server]) as children:
         assert serve._wait(children, stop) == 1
     assert capsys.readouterr().err == f"toy ended with exit code 9: out of memory\nread {tmp_path}/toy.log\n"
 
@@ -144,10 +144,10 @@ def test_a_worker_that_outlives_its_parent_is_stopped_too(tmp_path: Path) -> Non
     worker = f"import signal, time; {deaf}; print('deaf', flush=True); time.sleep(60)"
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"
     server = server_of(code, tmp_path)
-    with serve._running([server]) as [(_, process)]:
+    with serve._running([server]) as [started]:
         while not (tmp_path / "toy.log").read_text():
-            assert process.poll() is None
-        [child] = descendants(process.pid)
+            assert started.process.poll() is None
+        [child] = descendants(started.process.pid)
     assert left_of([child]) == []
 
 

@@ -22,7 +22,7 @@ from orchestrator.errors import NotFound
 from orchestrator.ledger import Ledger, SweepRow, TrialRow, upgrade
 from orchestrator.tracking.bulk import write_decisions, write_logs
 from orchestrator.tracking.records import DecisionRow, LogLine
-from orchestrator.trial import Action, Candidate, Decision, Finding, Outcome, Severity, TrialState, config_hash
+from orchestrator.trial import Action, Candidate, Decision, Failure, Finding, Outcome, Severity, TrialState, config_hash
 
 COLUMNS = {"c_z": "double precision", "k": "bigint", "seed": "bigint"}
 CORE = ("sweeps", "runs", "metrics", "final_metrics", "findings", "decisions", "logs", "stability")
@@ -276,6 +276,25 @@ def test_runs_hold_what_is_known_of_a_trial(lab: Lab, four: SweepRow) -> None:
     assert row[11:] == (INF, 10)
 
 
+def test_the_last_step_of_a_running_or_lost_trial_is_that_of_its_newest_report(lab: Lab) -> None:
+    sweep = lab.sweep("how_far")
+    trial, silent = lab.begin(sweep, {"seed": 0}), lab.begin(sweep, {"seed": 1})
+    lab.trial(sweep, {"seed": 2})
+    query = "select last_step from orch.runs where sweep = 'how_far' order by trial"
+    assert lab.ask(query) == [(None,)] * 3
+    lab.log(trial, "loss", {10: 1.0, 20: NAN})
+    lab.log(trial, "val/loss", {10: 1.0})
+    assert lab.ask(query) == [(20,), (None,), (None,)]
+    for one in (trial, silent):
+        lab.connection.execute("update orch_ledger.trials set state = 'lost' where id = %s", (one.id,))
+    assert lab.ask(query) == [(20,), (None,), (None,)]
+    later = NOON + timedelta(seconds=10)  # from the state of step 10: 11 to 20 are done again
+    lab.ledger.begin_attempt(trial.id, "host", first_step=11, not_before=later)
+    assert lab.ask(query)[0] == (10,)
+    lab.end(trial, TrialState.FAILED, failure=Failure.WORKER_DEATH)  # it reported nothing new
+    assert lab.ask(query)[0] == (10,)
+
+
 def test_seconds_are_the_time_of_all_attempts_but_lost_ones(lab: Lab) -> None:
     sweep = lab.sweep("seconds")
     trial = lab.begin(sweep, {"seed": 0})
@@ -366,6 +385,7 @@ def test_an_archived_sweep_is_in_no_view(lab: Lab) -> None:
     counts = [lab.ask(f"select count(*) from orch.{view} where sweep like 'old%'")[0][0] for view in CORE]
     assert counts == [0] * len(CORE)
     assert lab.ask("select to_regclass('orch.sweep_old')") == [(None,)]
+    assert lab.ask("select sweep, archived_as, workload, trials from orch.archived") == [("old", name, "moe_router", 1)]
     with pytest.raises(NotFound):
         view_catalog.rebuild_sweep_view(lab.connection, name)
 
@@ -381,6 +401,7 @@ def test_the_views_have_the_promised_columns_in_the_promised_order(lab: Lab) -> 
         "decisions": "sweep, trial, run_id, attempt, step, value, action, reason, source, params, decided_at",
         "logs": "sweep, trial, attempt, stream, line_number, line, written_at",
         "stability": "sweep, cell, n, diverged, unstable, share, low, high",
+        "archived": "sweep, archived_as, workload, trials, archived_at",
     }
     for view, columns in promised.items():
         names = columns.split(", ")

@@ -5,6 +5,8 @@ Those that say `vars(config)` thereby read all of it: the tests that sweep their
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import math
 import os
@@ -13,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,6 +35,7 @@ class Trivial:
         steps: int = 10
         seed: int = 0
         sleep_s: float = 0.0
+        hold: str = ""  # a file that the third trial and later ones wait for
 
     metrics = ("train/loss", "val/loss", "a", "b", "c")
 
@@ -40,6 +43,8 @@ class Trivial:
         vars(config)
         for step in range(1, config.steps + 1):
             time.sleep(config.sleep_s)
+            while config.hold and context.trial > 1 and not Path(config.hold).exists() and not context.stopping:
+                time.sleep(0.02)
             loss = (config.x - 1) ** 2 + 1 / step + config.k / 100
             if context.should_report(step) or step == config.steps:
                 yield Report(step, {"train/loss": loss, "val/loss": loss, "a": step, "b": -step, "c": math.sin(step)})
@@ -61,6 +66,21 @@ class Whole(Trivial):
 class Nested(BaseModel):
     lr: float = 0.1
     wd: float = 0.01
+
+
+class Speechless(RuntimeError):
+    def __str__(self) -> str:
+        raise BaseException("no words")
+
+
+# What no `except Exception` catches, and what cannot say what it is.
+WORST: dict[str, Callable[[], BaseException]] = {
+    "interrupt": KeyboardInterrupt,
+    "generator_exit": GeneratorExit,
+    "base": functools.partial(BaseException, "of its own"),
+    "speechless": Speechless,
+    "endless": lambda: ValueError("begin " + "x" * 100_000 + " end"),
+}
 
 
 class Odd:
@@ -106,6 +126,11 @@ class Odd:
             raise ValueError("bad \0 byte")
         if config.do == "exit":
             sys.exit(0)
+        if config.do in WORST:
+            raise WORST[config.do]()
+        if config.do == "close_stdout":
+            sys.stdout.close()
+            print("said by the deaf")
         if config.do == "raise":
             raise RuntimeError("a planted failure")
         if config.do == "leak":
@@ -122,8 +147,8 @@ class Odd:
             return {**metrics, "load[e0]": 1.0, "time(s)": 2.0, "acc@1": 3.0, "a//b": 4.0, "/x": 5.0}
         if config.do == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        if config.do == "hang":
-            time.sleep(3600)
+        if config.do == "seize":  # no other thread of Python's runs meanwhile
+            ctypes.PyDLL(None).sleep(3600)
         if config.do == "artifact":
             path = Path(f"/tmp/orch-lab-{os.getpid()}.bin")
             path.write_bytes(b"weights")

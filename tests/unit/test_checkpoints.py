@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.execution.checkpoints import RunCheckpoint, first_step_of, forget, keep_two, owner_of
+from orchestrator.execution import checkpoints
+from orchestrator.execution.checkpoints import RunCheckpoint, Unusable, first_step_of, forget, keep_two, owner_of
 from orchestrator.execution.job import Job
 from orchestrator.execution.verdict import Verdict
 from orchestrator.tracking.artifacts import checkpoint_folder
+from orchestrator.tracking.shelf import LocalShelf
 from orchestrator.trial import Finding, TrialState
 from orchestrator.workload import WorkloadConfig
 
@@ -130,6 +132,10 @@ def flip(path: Path) -> None:
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
+def misspell(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"reported"', b'"rfported"'))
+
+
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -140,20 +146,21 @@ def swap(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason", "seen_by_its_size"),
+    ("damage", "reason", "is_seen_at_once"),
     [
         (cut, "it was not written to its end", True),
         (flip, "its content is not what was written", False),
+        (misspell, "its first line is not what was written", True),
         (empty, "it is no checkpoint of this version of orch", True),
         (swap, "it cannot be read (Is a directory)", True),
     ],
 )
 def test_a_damaged_state_is_named_and_the_one_before_it_is_used(
-    shelf: Shelf, damage: Callable[[Path], None], reason: str, seen_by_its_size: bool
+    shelf: Shelf, damage: Callable[[Path], None], reason: str, is_seen_at_once: bool
 ) -> None:
     shelf.save(10, 20)
     damage(shelf.folder / "step-20.attempt-1")
-    assert first_step_of(shelf.job.artifact_uri, OWNER) == (11 if seen_by_its_size else 21)
+    assert first_step_of(shelf.job.artifact_uri, OWNER) == (11 if is_seen_at_once else 21)
     assert shelf.attempt().load() == b"state 10"
     assert shelf.notes.calls == [f"the checkpoint of step 20 is not used: {reason}"]
 
@@ -247,6 +254,32 @@ def test_a_full_disk_costs_a_warning_and_neither_the_trial_nor_the_state_before(
     checkpoint.save(20, b"state 20")
     assert shelf.notes.calls == ["sync", f"checkpoints cannot be kept in {shelf.folder}: No space left on device"]
     assert shelf.files == ["step-10.attempt-1"]
+
+
+def test_a_store_that_does_not_list_its_files_is_asked_again_and_then_named(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket or a file server that is away for a moment: no trial is begun anew for that."""
+    shelf.save(10)
+    checkpoint, answers = shelf.attempt(), list[bool]()
+    names = LocalShelf.names
+
+    def sometimes(self: LocalShelf) -> list[str]:
+        if not answers or answers.pop():
+            return names(self)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoints, "ASK_AGAIN_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(LocalShelf, "names", sometimes)
+    answers[:] = [True, False, False]
+    assert first_step_of(shelf.job.artifact_uri, OWNER) == 11
+    answers[:] = [False] * 20
+    with pytest.raises(Unusable, match=r"the states in .* cannot be listed \(Input/output error\)"):
+        first_step_of(shelf.job.artifact_uri, OWNER)
+    with pytest.raises(OSError, match="Input/output"):
+        keep_two(shelf.job.artifact_uri, "min")
+    assert checkpoint.load() is None
+    assert shelf.notes.calls == [f"the states in {shelf.folder} cannot be listed (Input/output error)"]
 
 
 def test_a_checkpoint_is_due_at_every_nth_step(shelf: Shelf) -> None:

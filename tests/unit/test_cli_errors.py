@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,14 @@ from orchestrator.database.connection import is_away, why_away
 from orchestrator.errors import DatabaseLost, DatabaseUnavailable, NoResult, NotFound, OrchError
 from orchestrator.execution import patience
 from orchestrator.execution.patience import Patience
+from orchestrator.signals import STOPPING
 from orchestrator.workload import describe
+
+
+@pytest.fixture(autouse=True)
+def this_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command ends with its process, and hears no signal after its last word."""
+    monkeypatch.setattr("orchestrator.signals.ignore", lambda: None)
 
 
 def exit_of(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> int | str | None:
@@ -60,6 +68,18 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cli.cli, "main", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main()
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_after_the_last_word_changes_nothing(number: signal.Signals) -> None:
+    program = (
+        "import atexit, os, sys; from orchestrator import cli\n"
+        f"atexit.register(os.kill, os.getpid(), {int(number)})\n"
+        "sys.argv = ['orch', '--version']; cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("orch")
 
 
 def test_usage_errors_call_the_command_by_its_name() -> None:
@@ -158,11 +178,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_work_is_done_again_after_the_database_is_back_and_the_person_is_told_twice() -> None:
     said: list[str] = []
     order: list[str] = []
-    patiently = Patience(said.append, lambda: False, lambda: order.append("back"))
+    patiently = Patience(said.append, lambda: False, lambda: order.append("back"), lambda: order.append("revive"))
     first = failing(3, psycopg.OperationalError("gone"))
     again = failing(1, wrapped(psycopg.OperationalError("still gone")))
     assert patiently(first, lambda: order.append("again") or again()) == "done"
-    assert order == ["back", "again", "back", "again"]
+    assert order == ["revive", "back", "again", "back", "again"]  # a server that takes its time is not started twice
     assert [text.split(" (")[0] for text in said] == [
         "the database takes nothing at the moment",
         "the database is back after 0 s",

@@ -11,6 +11,7 @@ from sqlalchemy import make_url
 
 from orchestrator.database.connection import Database, check, explain
 from orchestrator.errors import DatabaseUnavailable
+from orchestrator.tracking.mlflow_schema import mlflow_uri
 
 AWKWARD = "postgresql://a%40b:p%2540%3A%2F%3F%23x@db.example:5433/lab"  # user a@b, password p%40:/?#x
 
@@ -30,6 +31,15 @@ def test_percent_encoded_user_and_password_arrive_as_they_were_meant() -> None:
     for text in (database.url, database.mlflow_uri):  # SQLAlchemy's parser is an independent reader
         url = make_url(text)
         assert (url.username, url.password, url.host, url.port) == ("a@b", "p%40:/?#x", "db.example", 5433)
+
+
+def test_a_connection_notices_a_vanished_server_within_half_a_minute_unless_its_url_says_otherwise() -> None:
+    for url, wanted in (("postgresql://u@h/d", "30000"), ("postgresql://u@h/d?tcp_user_timeout=5000", "5000")):
+        for arguments in (Database.from_url(url).psycopg_kwargs, make_url(mlflow_uri(url)).query):
+            assert str(arguments["tcp_user_timeout"]) == wanted
+            silent_s = int(arguments["keepalives_idle"]) + int(arguments["keepalives_interval"]) * 4
+            assert silent_s == 30  # the other way round: nothing is under way, and nobody answers
+            psycopg.conninfo.make_conninfo(**arguments)  # raises for a name that libpq does not know
 
 
 def test_a_socket_folder_survives_the_way_through_every_form() -> None:

@@ -130,6 +130,15 @@ def test_retries_are_for_what_may_go_better(failure: Failure, any_error: bool, a
     assert verdict_on(outcome, job(), 1, Retries(1, any_error)) is Again.NO
 
 
+def test_a_worker_that_dies_while_the_sweep_stops_leaves_its_trial_to_whoever_resumes_it() -> None:
+    """A spot machine has two minutes: SIGTERM to the command, then its processes end one by one."""
+    assert verdict_on(DEAD, job(), 0, Retries(0)) is Again.NO
+    assert verdict_on(DEAD, job(), 0, Retries(0), stopping=True) is Again.RETRY
+    assert verdict_on(NO_MEMORY, job(alone=True), 0, Retries(0), stopping=True) is Again.RETRY
+    mistake = Outcome(TrialState.FAILED, failure=Failure.EXCEPTION)
+    assert verdict_on(mistake, job(), 0, Retries(0), stopping=True) is Again.NO
+
+
 def test_results_and_interruptions_are_not_tried_again() -> None:
     for state in (TrialState.FINISHED, TrialState.DIVERGED, TrialState.KILLED):
         assert verdict_on(Outcome(state), job(), 0, Retries(3, any_error=True)) is Again.NO

@@ -110,6 +110,23 @@ def test_an_adopted_journal_starts_where_its_writer_had_stored(tmp_path: Path) -
     assert drained(adopted) == [10, 11]
 
 
+def test_the_folders_made_for_a_journal_outlive_a_power_cut_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[Path] = set()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    journal = Journal.create(tmp_path / "home" / "journal" / "identity")
+    journal.append([1])
+    folders = [folder for folder in (journal.folder, *journal.folder.parents) if folder.is_relative_to(tmp_path)]
+    assert set(folders) <= synced
+
+
 def test_a_torn_last_line_is_ignored_and_a_damaged_middle_line_is_counted(tmp_path: Path) -> None:
     folder = left_behind(tmp_path, [1], [2], [3])
     (segment,) = folder.glob("*.journal")

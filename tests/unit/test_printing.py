@@ -56,6 +56,15 @@ def test_lines_are_whole_and_numbered_over_both_streams_in_the_order_of_writing(
     assert lines.num_syncs == 1
 
 
+def test_a_workload_that_closes_its_streams_closes_nobody_elses() -> None:
+    lines, behind = Lines(), sys.stdout
+    with captured(job(), lines.take, lines.sync):
+        sys.stdout.close()
+        print("still here")
+    assert not behind.closed
+    assert lines.texts == ["still here"]
+
+
 def test_an_attempt_that_prints_nothing_starts_no_thread_and_waits_for_no_disk() -> None:
     lines = Lines()
     with captured(job(), lines.take, lines.sync):

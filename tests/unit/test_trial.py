@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from orchestrator.tracking.records import FindingRow, from_json, to_json
-from orchestrator.trial import Finding, Severity, told
+from orchestrator.trial import MAX_TEXT, Finding, Severity, bounded, told
 
 
 def made(**fields: Any) -> Finding:
@@ -90,3 +90,15 @@ def test_an_error_is_told_with_its_place_whatever_it_can_say_itself() -> None:
     assert told(raised(lambda: made(step=2.5))).endswith(f"not a whole number (test_trial.py:{here})")  # not trial.py
     assert told(raised(mute)).startswith("Mute, whose own text fails with RuntimeError (test_trial.py:")
     assert told(ValueError("never raised")) == "ValueError: never raised"
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end_and_no_half_of_a_password() -> None:
+    half = MAX_TEXT // 2
+    secret = "password=" + "s" * 50 + " "
+    whole = "a" * (half - 20) + secret + "b" * 5 * MAX_TEXT + secret + "c" * (half - 20)
+    kept = bounded(whole)
+    assert kept.startswith("a" * (half - 20) + "password=***")
+    assert kept.endswith("password=*** " + "c" * (half - 20))
+    assert "sss" not in kept
+    assert len(kept) < MAX_TEXT + 100
+    assert bounded("short") == "short"

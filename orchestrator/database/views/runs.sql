@@ -12,8 +12,10 @@
 --                          whose command died is left out: nobody knows when it stopped
 --   host, device, git_commit   of the last attempt; empty while unknown
 --   error, reason          traceback of a failure; one line on why it diverged, failed or was stopped; else empty
---   objective, last_step   the sweep's metric at the last report, may be non-finite; null while there is none. Of a
---                          stopped or paused trial: where that was
+--   objective              the sweep's metric at the last report, may be non-finite; null while there is none, and
+--                          while it runs for the first time. Of a stopped or paused trial: where that was
+--   last_step              step of the last report, of a running trial too; null before the first. An attempt that goes
+--                          on from a saved state begins at that state's step
 --   cell, sample           its grid axes without the seed; number of the sampled configuration in the cell, or null
 --   config                 the whole resolved config, defaults included, by dotted field name
 --   unstable               true: diverged, or its last value of the metric that the sweep's `unstable` names is NaN or
@@ -53,7 +55,27 @@ select
     trial.error,
     trial.reason,
     trial.objective,
-    trial.last_step,
+    case
+        -- written when an attempt ends; until then, and where it died, MLflow's newest values tell it
+        when trial.state in ('running', 'lost') or (trial.last_step is null and trial.attempts > 0) then (
+            select greatest(
+                nullif(attempt.first_step, 0) - 1,
+                (
+                    select max(latest.step)
+                    from public.latest_metrics as latest
+                    where latest.run_uuid = trial.run_id
+                        -- what is older belongs to attempts before it, and may be done again
+                        and (
+                            attempt.number = 1
+                            or latest.timestamp >= floor(extract(epoch from attempt.started_at) * 1000)::bigint
+                        )
+                )
+            )
+            from orch_ledger.attempts as attempt
+            where attempt.trial_id = trial.id and attempt.number = trial.attempts
+        )
+        else trial.last_step
+    end as last_step,
     trial.cell,
     trial.sample,
     trial.config,

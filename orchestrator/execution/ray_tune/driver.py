@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
 from ray import tune
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.schedulers import FIFOScheduler
@@ -22,8 +23,10 @@ from ray.tune.search import Searcher
 from orchestrator.execution.job import Feed, Job, outcome_from_json
 from orchestrator.execution.ray_tune.arbiter import Arbiter
 from orchestrator.execution.ray_tune.cluster import Cluster, Node, alive_nodes, node_of_actor
+from orchestrator.execution.ray_tune.pulse import watched, why_dead
 from orchestrator.execution.ray_tune.recorder_actor import Recorders
 from orchestrator.execution.ray_tune.worker import SILENCE_GRACE_S, Spent, TrialWorker
+from orchestrator.execution.stopping import ANSWER_S
 from orchestrator.tracking.recorder import Remainder
 from orchestrator.trial import Failure, Outcome, TrialState
 
@@ -48,6 +51,7 @@ class JobSearcher(Searcher):  # type: ignore[misc]
         self._names = {"recorder": recorders.prefix, "arbiter": arbiter_name}  # where workers find them
         self.running: dict[str, tuple[Job, float]] = {}
         self.errors: dict[str, str] = {}
+        self.overdue: set[str] = set()  # whose workers were ended since they did not stop in time
         self.failure: Exception | None = None  # of the feed; raised when Tune has come to its end
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,11 +82,16 @@ class JobSearcher(Searcher):  # type: ignore[misc]
         error_text = self.errors.pop(trial_id, "")
         if told := result.get("outcome") if result else _told_by_spent_worker(error_text):
             outcome = outcome_from_json(told)
+        elif trial_id in self.overdue:
+            reason = f"it did not stop within {ANSWER_S:g} s; its worker was ended"
+            outcome = Outcome(TrialState.KILLED, reason=reason)
         else:
             outcome = self._of_dead_worker(job, time.monotonic() - started, error_text)
         self.guarded(lambda: self._feed.ended(job, outcome))
 
     def _of_dead_worker(self, job: Job, ran_s: float, error: str) -> Outcome:
+        if why := why_dead():  # with it all workers die: no fault of their trials
+            self._feed.broken(why)
         actor = ACTOR_ID.search(error)
         outcome = replace(_outcome_of_dead_worker(job, ran_s, error), node=node_of_actor(actor[1]) if actor else "")
         if outcome.failure is Failure.WORKER_DEATH and self._recorders.memory_kill(outcome.node):
@@ -166,16 +175,26 @@ class Slots(FIFOScheduler):  # type: ignore[misc]
         if time.monotonic() - self._looked_at > LOOK_AROUND_S:
             self._looked_at = time.monotonic()
             self._searcher.guarded(self._look_around)
+            if self._feed.overdue:
+                self._end_workers(tune_controller._tune_controller)
         return super().choose_trial_to_run(tune_controller)
 
     def _look_around(self) -> None:
         """Nodes that joined get a recorder; all recorders hear of a stop, also one that has just been restarted."""
         nodes = self._nodes()
         self._recorders.ensure(node.node_id for node in nodes)
-        self._feed.troubled(self._recorders.trouble())
+        self._feed.troubled(*self._recorders.errors())
         self._feed.placeable({node.node_id: node.host for node in nodes})
         if self._searcher.stopping:
             self._recorders.stop_trials()
+
+    def _end_workers(self, controller: Any) -> None:
+        """Ends the workers of all trials that run. Private names of Ray 2.60, guarded as `no_stealing` is."""
+        workers = controller._actor_manager._live_actors_to_ray_actors_resources
+        for trial, tracked in list(controller._trial_to_actor.items()):
+            if tracked in workers and trial.trial_id in self._searcher.running.keys() - self._searcher.overdue:
+                self._searcher.overdue.add(trial.trial_id)
+                ray.kill(workers[tracked][0])
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         file = trial.error_file
@@ -235,7 +254,7 @@ def run_on_ray(
     searcher = JobSearcher(feed, recorders, arbiter_name, room)
     storage = cluster.scratch / "tune"
     try:
-        with no_stealing():
+        with no_stealing(), watched(feed.broken):
             slots = Slots(feed, searcher, recorders, nodes, num_workers)
             _tuner(searcher, slots, storage, num_workers, cpu, gpu).fit()
     finally:

@@ -23,6 +23,7 @@ TUNE_AND_RAY = {
     "RAY_AIR_NEW_OUTPUT": "0",  # the new display prints a banner even when told to be silent
 }
 USAGE_STATISTICS = "RAY_USAGE_STATS_ENABLED"
+THREADS = "OMP_NUM_THREADS"
 LOGINS = ("ORCH_DATABASE_URL", "ORCH_READER_URL")
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -32,6 +33,8 @@ def prepare(token_file: Path | None) -> None:
     for name, value in TUNE_AND_RAY.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault(USAGE_STATISTICS, "0")
+    if os.environ.get(THREADS) == "":  # Ray would take it for the user's own number
+        del os.environ[THREADS]
     if token_file is not None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.pop("RAY_AUTH_TOKEN", None)

@@ -15,9 +15,10 @@ import shlex
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from orchestrator.errors import ResourceError
 from orchestrator.execution.ray_tune import environment
@@ -37,7 +38,12 @@ OF_THE_CLUSTER = ("orchestrator", "workloads")  # installed there with `orch` it
 OF_RAY = re.compile(r"Running entrypoint for job |[\d-]+ [\d:,]+\s+(INFO|WARNING) \S+\.py:\d+ -- ")
 NOT_CODE = ("__pycache__", ".git", ".orch", ".venv", "*.pyc")
 
-T = TypeVar("T")
+
+class Ended(NamedTuple):
+    """A job that is over: the exit code of its command, and what that said last."""
+
+    code: int
+    said: str
 
 
 def files_of(spec: Path | None, package: str) -> dict[str, Path]:
@@ -49,34 +55,39 @@ def files_of(spec: Path | None, package: str) -> dict[str, Path]:
     return files
 
 
-def submit(address: str, argv: Sequence[str], files: Mapping[str, Path], expect: str) -> str:
+def new_name() -> str:
+    """Of a job that is to be submitted: known before, it can be stopped while it is on its way."""
+    return f"orch-{uuid.uuid4().hex[:16]}"
+
+
+def submit(address: str, job: str, argv: Sequence[str], files: Mapping[str, Path], expect: str) -> None:
     """Has the cluster run `orch ARGV` beside copies of `files`, on the database whose contents are named `expect`.
 
-    `address` is the job server's, `http://HOST:8265`, or one that a Ray node of this machine knows. Returns the job's
-    id. Raises ResourceError, with nothing started, when no job server takes it.
+    `address` is the job server's, `http://HOST:8265`, or one that a Ray node of this machine knows. Raises
+    ResourceError, with nothing started, when no job server takes it.
     """
     (refuse_silent_server if "://" in address else refuse_silent_address)(address)
     with _together(files) as folder, _server(address) as client:
-        return _submitted(client, _entrypoint(argv, expect), {"working_dir": str(folder)} if files else {})
+        _submit(client, job, _entrypoint(argv, expect), {"working_dir": str(folder)} if files else {})
 
 
-def _submitted(client: JobSubmissionClient, entrypoint: str, runtime_env: dict[str, str]) -> str:
-    """The new job's id. A head that has just been started takes none for some seconds, and says so."""
+def _submit(client: JobSubmissionClient, job: str, entrypoint: str, runtime_env: dict[str, str]) -> None:
+    """A head that has just been started takes no job for some seconds, and says so."""
     began = time.monotonic()
     while True:
         try:
-            job: str = client.submit_job(entrypoint=entrypoint, runtime_env=dict(runtime_env))
-            return job
+            client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=dict(runtime_env))
+            return
         except RuntimeError as error:
             if TRY_AGAIN not in str(error) or time.monotonic() - began > STARTING_LIMIT_S:
                 raise
         time.sleep(POLL_S)
 
 
-def wait_until(address: str, job: str, is_there: Callable[[], bool]) -> None:
-    """Waits until `is_there`, or the job has ended well. A sweep's preflight may take minutes.
+def wait_until(address: str, job: str, is_there: Callable[[], bool]) -> Ended | None:
+    """Waits until `is_there`, and returns None; or until the job's command has ended, well or not, and how.
 
-    Raises ResourceError with the job's last lines when it failed, and when it does not begin at all.
+    A sweep's preflight may take minutes. Raises ResourceError when the command was not run, or not to its end.
     """
     from ray.job_submission import JobStatus
 
@@ -84,10 +95,8 @@ def wait_until(address: str, job: str, is_there: Callable[[], bool]) -> None:
     while not is_there():
         with _server(address, f"job {job} was submitted; `orch status` shows whether it runs") as client:
             status = client.get_job_status(job)
-            if status in (JobStatus.FAILED, JobStatus.STOPPED):
-                raise ResourceError(_last_words(client.get_job_logs(job)) or _why(client, job))
-            if status == JobStatus.SUCCEEDED:
-                return
+            if status.is_terminal():
+                return _ended(client, job)
             if status == JobStatus.PENDING and time.monotonic() - began > PENDING_LIMIT_S:
                 client.stop_job(job)
                 raise ResourceError(
@@ -95,6 +104,22 @@ def wait_until(address: str, job: str, is_there: Callable[[], bool]) -> None:
                     "withdrawn; look at its head (ray status), and submit again"
                 )
         time.sleep(POLL_S)
+    return None
+
+
+def stop(address: str, job: str) -> bool:
+    """Ends a job; False if it never came there. Raises ResourceError, which names it, when the cluster does not say."""
+    with _server(address, f"job {job} may have begun; `orch status` shows whether it runs") as client:
+        is_there = any(one.submission_id == job for one in client.list_jobs())
+        return is_there and bool(client.stop_job(job))
+
+
+def _ended(client: JobSubmissionClient, job: str) -> Ended:
+    info, said = client.get_job_info(job), _last_words(client.get_job_logs(job))
+    if info.driver_exit_code is None or info.driver_exit_code < 0:  # never begun, stopped, killed
+        why = str(info.message or "it was ended from outside").splitlines()[0]
+        raise ResourceError("\n".join(filter(None, [said, f"job {job} did not run to its end: {why}"])))
+    return Ended(info.driver_exit_code, said and f"{said}\n")
 
 
 def _entrypoint(argv: Sequence[str], expect: str) -> str:
@@ -171,7 +196,3 @@ def _last_words(log: str) -> str:
     """What the command said last, without what Ray says around it."""
     lines = [line for line in log.splitlines() if line.strip() and not OF_RAY.match(line)]
     return "\n".join(lines[-LAST_LINES:])
-
-
-def _why(client: JobSubmissionClient, job: str) -> str:
-    return str(client.get_job_info(job).message or f"job {job} ended without a word")

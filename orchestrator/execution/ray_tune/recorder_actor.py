@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.execution.ray_tune.cluster import NAMESPACE
 from orchestrator.execution.ray_tune.memory_kills import num_memory_kills
 from orchestrator.execution.words import Receipt
-from orchestrator.tracking.recorder import Note, Points, Recorder, Remainder, connect_by_url
+from orchestrator.tracking.recorder import Note, Points, Recorder, Remainder, connect_by_url, secrets_of
 
 ANSWER_TIMEOUT_S = 120.0
 RESTART_TIMEOUT_S = 30.0  # a node that is gone restarts nothing
@@ -27,7 +27,8 @@ class RecorderActor:
     """A `Recorder` behind Ray's calls. Answers every report with a receipt."""
 
     def __init__(self, database_url: str, journal_folder: str) -> None:
-        self._recorder = Recorder(functools.partial(connect_by_url, database_url), Path(journal_folder))
+        connect = functools.partial(connect_by_url, database_url)
+        self._recorder = Recorder(connect, Path(journal_folder), secrets=secrets_of(database_url))
         self._life = uuid.uuid4().hex
         self._stopping = False
         self._num_memory_kills = num_memory_kills()
@@ -55,8 +56,9 @@ class RecorderActor:
     def pending(self) -> int:
         return self._recorder.pending()
 
-    def database_error(self) -> str:
-        return self._recorder.database_error
+    def errors(self) -> tuple[str, str]:
+        """Of the database and of the journal's disk, see `Recorder`."""
+        return self._recorder.database_error, self._recorder.disk_error
 
     def memory_kill(self) -> bool:
         """True if the kernel killed a process here for want of memory since this was asked last."""
@@ -75,8 +77,8 @@ class Recorders:
         self._database_url = database_url
         self._journal_folder = journal_folder
         self._actors: dict[str, ray.actor.ActorHandle] = {}
-        self._asked: dict[str, ray.ObjectRef] = {}  # by node: answers of `database_error` that are to come
-        self._troubles: dict[str, str] = {}
+        self._asked: dict[str, ray.ObjectRef] = {}  # by node: answers of `errors` that are to come
+        self._errors: dict[str, tuple[str, str]] = {}
 
     def ensure(self, node_ids: Iterable[str]) -> None:
         """Starts a recorder on every node that has none yet, and waits until the new ones answer."""
@@ -94,15 +96,19 @@ class Recorders:
         for actor in self._actors.values():
             actor.stop_trials.remote()
 
-    def trouble(self) -> str:
-        """Why a recorder does not reach the database, as of their last answers; empty when all do. Waits for nobody."""
+    def errors(self) -> tuple[str, str]:
+        """Why a recorder does not reach the database, and why one cannot write its journal; empty when all can.
+
+        As of their last answers: waits for nobody.
+        """
         for node_id, actor in self._actors.items():
             asked = self._asked.get(node_id)
             if asked is None or ray.wait([asked], timeout=0)[0]:
                 if asked is not None:
-                    self._troubles[node_id] = _said(asked)
-                self._asked[node_id] = actor.database_error.remote()
-        return next(filter(None, self._troubles.values()), "")
+                    self._errors[node_id] = _said(asked)
+                self._asked[node_id] = actor.errors.remote()
+        of_databases, of_disks = zip(*self._errors.values(), strict=True) if self._errors else ((), ())
+        return next(filter(None, of_databases), ""), next(filter(None, of_disks), "")
 
     def memory_kill(self, node_id: str) -> bool:
         """Whether a process that has just died on that node was killed for want of memory, as far as anybody knows."""
@@ -152,11 +158,12 @@ def _answer_of(ask: Callable[..., ray.ObjectRef], *arguments: object, timeout_s:
             time.sleep(RESTART_POLL_S)
 
 
-def _said(asked: ray.ObjectRef) -> str:
+def _said(asked: ray.ObjectRef) -> tuple[str, str]:
     try:
-        return str(ray.get(asked))
+        errors: tuple[str, str] = ray.get(asked)
+        return errors
     except ray.exceptions.RayError:  # it is being started again, or its node is gone: it says nothing
-        return ""
+        return "", ""
 
 
 def recorder_name(prefix: str, node_id: str) -> str:

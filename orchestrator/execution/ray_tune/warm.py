@@ -18,13 +18,14 @@ from pathlib import Path
 
 import orchestrator
 from orchestrator import background
-from orchestrator.database.keeper import try_lock
 from orchestrator.execution.ray_tune import environment
 from orchestrator.execution.ray_tune.cluster import NAMESPACE, Cluster, alive_nodes, leave, local_cluster
 from orchestrator.execution.ray_tune.undisturbed import undisturbed
+from orchestrator.locks import is_free, try_lock
 from orchestrator.settings import Home
 
 NAME = "ray"
+LOCK = "ray.lock"  # held, and filled with its name, by the command whose sweep trains there
 TOKEN = "ray_token"
 # What a process must be started with. The rest of a command's environment its workers put on before they import code.
 AT_START = ("CUDA_", "DYLD_", "LD_", "MKL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON", "RAY_")
@@ -51,14 +52,15 @@ def joined(home: Home, scratch: Path) -> Iterator[tuple[Cluster | None, str]]:
     if service is None:
         yield None, ""
     elif not service.is_up:
-        background.withdraw(home, NAME)
+        _clear_away(home)
         yield None, "the warm Ray of `orch up --ray` has died; this sweep starts its own. orch up --ray starts another"
     elif different := [name for name, value in made_of().items() if service.facts.get(name) != value]:
         yield None, f"the warm Ray was started with another {different[0]}; this sweep starts its own"
-    elif (lock := try_lock(home.path / "ray.lock")) is None:
+    elif (lock := try_lock(home.path / LOCK)) is None:
         yield None, "the warm Ray serves another sweep; this one starts its own"
     else:
         try:
+            _sign(lock)
             yield from _attached(str(service.facts["address"]), home, scratch)
         finally:
             os.close(lock)
@@ -86,6 +88,28 @@ def _attached(address: str, home: Home, scratch: Path) -> Iterator[tuple[Cluster
     finally:
         ray.shutdown()
         leave(scratch)
+
+
+def _sign(lock: int) -> None:
+    from orchestrator.ledger.process import process_name  # a sweep has the ledger loaded; who holds a Ray need not
+
+    os.truncate(lock, 0)
+    os.write(lock, process_name().encode())
+
+
+def user_of(home: Home) -> str:
+    """`<pid>@<host>` of the command whose sweep trains on the warm Ray, or trained there when that died; else empty."""
+    path = home.path / LOCK
+    return "" if not path.exists() or is_free(path) else path.read_text()
+
+
+def _clear_away(home: Home) -> None:
+    """Ends what a dead warm Ray has left, unless a sweep still trains there."""
+    if (lock := try_lock(home.path / LOCK)) is not None:
+        try:
+            background.stop(home, NAME)
+        finally:
+            os.close(lock)
 
 
 def made_of() -> dict[str, str]:

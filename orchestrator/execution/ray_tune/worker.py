@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
+import faulthandler
 import traceback
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import ray
 from ray import tune
 
-from orchestrator.execution.failures import blames_device
+from orchestrator.execution.failures import MAX_REASON, blames_device
 from orchestrator.execution.job import Job, outcome_to_json
 from orchestrator.execution.judging import Judge, Unjudged
 from orchestrator.execution.printing import captured
@@ -20,9 +19,10 @@ from orchestrator.execution.ray_tune.arbiter import Arbiter
 from orchestrator.execution.ray_tune.cluster import NAMESPACE
 from orchestrator.execution.ray_tune.recorder_actor import recorder_name
 from orchestrator.execution.trial_run import run_trial
-from orchestrator.trial import Failure, Outcome, TrialState
+from orchestrator.trial import Failure, Outcome, TrialState, in_words
 from orchestrator.workload import describe
 
+STDERR = 2  # the descriptor: sys.stderr is the trial's
 SILENCE_GRACE_S = 10.0  # after trial_time, how long we wait for a report before the process ends itself
 
 
@@ -41,19 +41,17 @@ class TrialWorker(tune.Trainable):  # type: ignore[misc]
 
     def step(self) -> dict[str, Any]:
         job = Job.from_json(self.config["job"])
-        watchdog = _watchdog(job)
+        _set_watchdog(job)
         try:
             sink = ActorSink(self._sink_actor)
             with captured(job, sink.printed, sink.sync):
                 outcome = run_trial(job, sink, self._judge)
         except Exception as error:  # not the workload's, ours: a full journal, a recorder that stays away
-            reason = f"its reports could not be kept: {str(error).strip().splitlines()[-1] if str(error) else error!r}"
-            outcome = Outcome(
-                TrialState.FAILED, reason=reason[:500], error=traceback.format_exc(), failure=Failure.NO_RECORD
-            )
+            cause = in_words(getattr(error, "cause", error)).strip().split("\n")[0]  # Ray wraps what a recorder raised
+            reason = f"its reports could not be kept: {cause}"[:MAX_REASON]
+            outcome = Outcome(TrialState.FAILED, reason=reason, error=traceback.format_exc(), failure=Failure.NO_RECORD)
         finally:
-            if watchdog is not None:
-                watchdog.cancel()
+            faulthandler.cancel_dump_traceback_later()
         told = outcome_to_json(replace(outcome, node=self._node_id))
         if job.alone or outcome.failure is Failure.OUT_OF_MEMORY or blames_device(outcome):
             raise Spent(told)  # Tune ends the process of a trainable that raised
@@ -64,11 +62,11 @@ class TrialWorker(tune.Trainable):  # type: ignore[misc]
         return True
 
 
-def _watchdog(job: Job) -> threading.Timer | None:
-    """Ends this process when a trial stays silent past its time; the driver sees the death and knows the deadline."""
-    if not job.trial_time_s:
-        return None
-    timer = threading.Timer(job.trial_time_s + SILENCE_GRACE_S, os._exit, args=(124,))
-    timer.daemon = True
-    timer.start()
-    return timer
+def _set_watchdog(job: Job) -> None:
+    """Ends this process when a trial stays silent past its time; the driver sees the death and knows the deadline.
+
+    Whatever Python does: a thread of it would wait for ever for a loop in C that keeps the interpreter's lock. Where
+    the trial was stands in the worker's log.
+    """
+    if job.trial_time_s:
+        faulthandler.dump_traceback_later(job.trial_time_s + SILENCE_GRACE_S, exit=True, file=STDERR)

@@ -19,6 +19,7 @@ alter table orch_ledger.sweeps
     add column heartbeat_at timestamptz,
     add column fence bigint not null default 0,
     add column wanted text not null default ''
+        constraint sweeps_wanted_check check (wanted in ('', 'cancel', 'cancel_now'))
 """
 
 LOGS = """
@@ -42,22 +43,17 @@ nulls not distinct
 WAITING = "create index trials_waiting on orch_ledger.trials (sweep_id, {}last_step nulls first, number) {}"
 
 
-# Before leases a command held a lock that nobody sees here. One that lives no more is found out like any other.
+# Before leases a command held a lock that nobody sees here: each has the time that a silent one has. The name is read
+# by people: "this sweep is being run by ...".
 UNKNOWN_HOLDERS = """
 update orch_ledger.sweeps as sweep set holder = 'a command of an older orch', heartbeat_at = clock_timestamp()
-where exists (select from orch_ledger.trials as trial where trial.sweep_id = sweep.id and trial.state = 'running')
-"""
-
-
-# Nobody knows which commands of the version before still live: each has the time that a silent one has.
-RUNNING = """
-update orch_ledger.sweeps set holder = '?@?', heartbeat_at = clock_timestamp() where state = 'running'
+where state = 'running'
+    or exists (select from orch_ledger.trials as trial where trial.sweep_id = sweep.id and trial.state = 'running')
 """
 
 
 def upgrade() -> None:
     op.execute(LEASE)
-    op.execute(RUNNING)
     op.execute(UNKNOWN_HOLDERS)
     op.execute(LOGS)
     op.execute(LOGS_KEY)
