@@ -16,7 +16,7 @@ from orchestrator.tracking.standing import mark_runs
 from orchestrator.trial import TrialState
 from orchestrator.workspace import open_workspace
 
-WAIT_S = 60.0
+WAIT_S = 90.0  # longer than trials that do not answer are waited for
 POLL_S = 0.3
 
 

@@ -36,7 +36,7 @@ IDENTITY = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]
 JOURNAL = re.compile(r"\.?[^~]+~\d+~[0-9a-f]{8}")
 OUR_SHORT_FOLDER = re.compile(rf"orch-({os.getuid()}-)?[0-9a-f]{{10}}(-ray)?")
 LIVE_LOGS = ("postgres.log",)
-BEING_MADE_S = 3600.0  # in /tmp, where commands of other homes may be starting: kept for so long, whatever is asked
+BEING_MADE_S = 3600.0  # kept for so long, whatever is asked, where a command may just be making it
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Housekeeper:
             folder = checkpoint_folder(uri)
             if folder is None or not folder.is_dir():
                 continue
-            reason = f"of {state.value} trials" if state in (TrialState.FAILED, TrialState.DIVERGED) else ""
+            reason = "of failed trials, which go on from them" if state is TrialState.FAILED else ""
             reason = reason or ("kept on request (keep_checkpoints: true)" if is_kept else "")
             is_wanted = reason and not self._wishes.checkpoints
             self._add_folder(pile, folder, f"{reason}; removed only with --checkpoints" if is_wanted else "")
@@ -222,7 +222,7 @@ class Housekeeper:
         for foreign in self._foreign_journals():
             for folder in _folders(foreign, JOURNAL):
                 self._add_journal(pile, folder, is_ours=False)
-            if not any(foreign.iterdir()):
+            if _age_s(foreign) >= BEING_MADE_S and not any(foreign.iterdir()):
                 pile.add(0, foreign.rmdir)
         return pile
 

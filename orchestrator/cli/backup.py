@@ -13,7 +13,12 @@ import click
 @click.pass_context
 def command(ctx: click.Context, file: Path, no_artifacts: bool) -> None:
     """Write database, journals, checkpoints and artifacts into FILE (a tar). Sweeps may go on meanwhile."""
-    from orchestrator.backup import back_up
+    try:
+        from orchestrator.backup import back_up
 
-    for line in back_up(ctx.obj, file, not no_artifacts):
+        lines = back_up(ctx.obj, file, not no_artifacts)
+    except KeyboardInterrupt:
+        click.echo(f"{file}  interrupted: no backup was made, and nothing of it is left", err=True)
+        raise
+    for line in lines:
         click.echo(line)

@@ -26,7 +26,7 @@ def _seconds(ctx: click.Context, option: click.Parameter, text: str) -> float:
 @click.option("--older-than", default="7d", callback=_seconds, help="Keep what is younger: 30d, 12h, 90 (s), ... (7d).")
 @click.option("--dry-run", is_flag=True, help="Show it, remove nothing.")
 @click.option("--archived", is_flag=True, help="Also the sweeps that `orch rm` archived.")
-@click.option("--checkpoints", is_flag=True, help="Also the checkpoints of failed and diverged trials.")
+@click.option("--checkpoints", is_flag=True, help="Also the checkpoints of failed trials and those kept on request.")
 @click.option("--foreign-journals", is_flag=True, help="Also journals whose points another database wants.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 @click.pass_context

@@ -9,9 +9,16 @@ from orchestrator.reports.table import Format
 
 @click.command(name="resume")
 @click.argument("sweep")
-@click.option("--failed", is_flag=True, help="Run failed trials again, too.")
-@click.option("--diverged", is_flag=True, help="Run diverged trials again, too.")
-@click.option("--trial", "numbers", type=int, multiple=True, metavar="N", help="Run trial N again, whatever its state.")
+@click.option("--failed", is_flag=True, help="Run failed trials again, too; each goes on from its last state.")
+@click.option("--diverged", is_flag=True, help="Run diverged trials again, too; each begins anew.")
+@click.option(
+    "--trial",
+    "numbers",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="Run trial N again, whatever its state; one with a result begins anew.",
+)
 @click.option("--max-concurrent", type=click.IntRange(min=1), help="Worker processes at once.")
 @click.option("--address", help="A running Ray cluster (default: RAY_ADDRESS, else a local Ray for the sweep's time).")
 @click.option("--inline", is_flag=True, help="Train in this process, one trial after another; no Ray.")

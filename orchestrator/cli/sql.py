@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from orchestrator.cli.output import format_option, print_table
-from orchestrator.reports.table import Format, Table
+from orchestrator.reports.table import Format
 
 
 @click.command(name="sql")
@@ -19,7 +19,10 @@ from orchestrator.reports.table import Format, Table
 @format_option
 @click.pass_context
 def command(ctx: click.Context, query: str | None, file: Path | None, fmt: Format) -> None:
-    """Run QUERY on the views (sweeps, runs, metrics, final_metrics, findings, stability, sweep_<name>)."""
+    """Run QUERY on the views (sweeps, runs, metrics, final_metrics, findings, stability, sweep_<name>).
+
+    '\\d' lists them, '\\d VIEW' their columns.
+    """
     from orchestrator.errors import QueryError
     from orchestrator.workspace import open_for_reading
 
@@ -37,9 +40,9 @@ def command(ctx: click.Context, query: str | None, file: Path | None, fmt: Forma
     if text is not None and not text.strip():
         raise QueryError("the query is empty; write for example: orch sql 'select sweep, state from sweeps'")
     run = open_for_reading(ctx.obj)
-    if text is not None:
-        print_table(Table(*run(text)), fmt)
-        return
-    from orchestrator.cli.sql_shell import shell
+    from orchestrator.cli.sql_shell import answer, shell
 
+    if text is not None:
+        print_table(answer(run, text), fmt)
+        return
     shell(run, fmt)

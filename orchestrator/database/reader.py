@@ -234,7 +234,7 @@ def _in_words(connection: Connection, query: str, error: psycopg.Error) -> str:
     lines += [text for text in (diagnosis.message_detail, diagnosis.message_hint) if text]
     if diagnosis.sqlstate in (UNDEFINED_COLUMN, UNDEFINED_TABLE) and position >= 0:
         near = _nearest(connection, query, position, diagnosis.sqlstate)
-        lines += [f"nearest: {', '.join(near)}"] if near else []
+        lines.append(f"nearest: {', '.join(near)}" if near else r"'\d' lists the views, '\d VIEW' their columns")
     return "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ def never_stuck(
 ) -> Iterator[None]:
     """While it is open, a sweep that was told to stop does so in time: trials that do not answer hold nobody for ever.
 
-    `say` and `end` are called from another thread. `end` is for what hangs even without its workers; it does not return.
+    `say` and `end` are called from another thread. `end` does not return; it is for what hangs without workers too.
     """
     is_over = threading.Event()
 

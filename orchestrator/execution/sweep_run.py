@@ -38,6 +38,7 @@ from orchestrator.spec.resolved import to_json
 from orchestrator.spec.sweep_spec import SweepSpec
 from orchestrator.tracking.artifacts import store_text
 from orchestrator.tracking.bulk import write_decisions
+from orchestrator.tracking.recorder import DISK_PATIENCE_S
 from orchestrator.tracking.records import DecisionRow
 from orchestrator.trial import Candidate, Failure, Finding, Outcome, Params, Told, TrialState, config_hash, jsonable
 from orchestrator.workload import Description, flatten
@@ -216,7 +217,7 @@ class SweepRun:
     def troubled(self, database: str, disk: str) -> None:
         self._trouble = database
         if disk and not self._said_disk:
-            self.observer.said(f"{disk}\ntraining goes on for a while, with what it reports in memory")
+            self.observer.said(f"{disk}\nuntil then reports wait in memory; after {DISK_PATIENCE_S:.0f} s trials fail")
         self._said_disk = bool(disk)
 
     def tick(self) -> None:

@@ -53,7 +53,8 @@ def _driver(query: Query, sweep: str, state: str, is_dead: Callable[[str], bool]
         (sweep,),
     )
     if holder is not None and is_dead(holder):
-        return [f"its command {holder} died, and the database takes no note of it now; then: orch resume {sweep}"]
+        cannot = "which the database cannot note at the moment (is it read-only?)"
+        return [f"its command {holder} died, {cannot}; afterwards: orch resume {sweep}"]
     if holder is not None:
         return [f"driven by {holder}, last heard of {max(0.0, float(silent_s)):.0f} s ago: orch cancel {sweep}"]
     return [] if state == "finished" else [f"nobody drives it; go on with what is left: orch resume {sweep}"]

@@ -58,6 +58,7 @@ EAGER_RECORDS = 1_000  # so many waiting records are written at once, without wa
 MAX_WAITING_POINTS = 100_000  # then `record` waits for the disk: memory stays bounded
 DISK_RETRY_AFTER_S = 0.5
 DISK_PATIENCE_S = 45.0  # so long a disk may be full before what trials say is refused; `sync` waits longer
+CLOSE_WITHOUT_DISK_S = 5.0
 CLOSE_GRACE_S = 2.0  # how long after its deadline `close` waits for threads that are being interrupted
 
 
@@ -131,7 +132,7 @@ class Recorder:
         Raises MetricError for a value that is no real number, and JournalUnwritable or the error of a recording thread
         if an earlier record could not be kept; nothing of this call is then taken.
         """
-        self._take([checked(point) for point in points])
+        self._take([checked(point, self._secrets) for point in points])
 
     def notes(self, rows: Sequence[Note]) -> None:
         """Takes findings, decisions and log lines as `record` takes points."""
@@ -189,6 +190,8 @@ class Recorder:
         if self._remainder is None:
             late = orphans(self._journal_dir) if self._adopts_orphans else []  # of recorders that died after we began
             with self._state:
+                if self._has_no_disk():  # it has been waited for
+                    timeout_s = min(timeout_s, CLOSE_WITHOUT_DISK_S)
                 self._orphans.extend(folder for folder in late if folder not in self._orphans)
                 self._deadline = time.monotonic() + timeout_s
                 self._state.notify_all()

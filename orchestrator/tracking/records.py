@@ -71,9 +71,12 @@ Note = FindingRow | DecisionRow | LogLine
 Record = Points | Note
 
 
-def checked(points: Points) -> Points:
-    """A copy with legal names and true floats. Raises MetricError naming the metric that is not a number."""
-    metrics = {legal_key(name): real_number(name, value) for name, value in points.metrics.items()}
+def checked(points: Points, secrets: tuple[str, ...] = ()) -> Points:
+    """A copy with legal names, without these secrets, and true floats.
+
+    Raises MetricError naming the metric that is not a number.
+    """
+    metrics = {legal_key(name, secrets): real_number(name, value) for name, value in points.metrics.items()}
     return replace(points, step=whole_step(points.step), timestamp_ms=int(points.timestamp_ms), metrics=metrics)
 
 
@@ -96,7 +99,7 @@ def real_number(name: str, value: Any) -> float:
 
 
 @lru_cache(maxsize=100_000)
-def legal_key(name: str) -> str:
+def legal_key(name: str, secrets: tuple[str, ...] = ()) -> str:
     """The name under which MLflow keeps the metric: `name` itself if it may be one, else a legal name like it.
 
     MLflow 3.17 allows letters, digits and `_ - . : /` and space in names that read the same as a path, up to 250
@@ -105,7 +108,7 @@ def legal_key(name: str) -> str:
     """
     if not isinstance(name, str):
         raise MetricError(f"metric name {name!r:.200} is not text")
-    parts = (re.sub(r"[^\w.\- :]", "_", part) for part in mask(name).split("/"))
+    parts = (re.sub(r"[^\w.\- :]", "_", part) for part in hide(mask(name), secrets).split("/"))
     legal = "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
     legal = f"_{legal}" if legal.startswith("..") else legal
     if legal == name and len(name) <= MAX_KEY_LENGTH:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -88,13 +89,21 @@ def test_an_experiment_deleted_in_mid_sweep_costs_the_record_and_not_the_points(
     assert any(run_id in kept for run_id in run_ids.split())
 
 
+class Impatient(Orch):
+    """Waits a second for room on a full disk."""
+
+    def command(self, *arguments: object) -> list[str]:
+        code = "from orchestrator import cli; from orchestrator.tracking import recorder; "
+        return [sys.executable, "-c", f"{code}recorder.DISK_PATIENCE_S = 1.0; cli.main()", *map(str, arguments)]
+
+
 def test_a_journal_that_fills_the_disk_ends_the_sweep_with_its_place_and_leaves_nothing_running(
     orch: Orch, name: str, tmp_path: Path
 ) -> None:
     if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=2m none {tmp_path}") != 0:
         pytest.skip("needs the right to mount a small file system")
     try:
-        full = Orch({**orch.env, "ORCH_JOURNAL_DIR": str(tmp_path)}, orch.folder)
+        full = Impatient({**orch.env, "ORCH_JOURNAL_DIR": str(tmp_path)}, orch.folder)
         process = full.start("sweep", full.sweep_file(SLOW, name), "--inline")
         assert process.stdout is not None
         process.stdout.readline()  # the sweep is open
@@ -111,6 +120,7 @@ def test_a_journal_that_fills_the_disk_ends_the_sweep_with_its_place_and_leaves_
     assert process.returncode == 1, output
     assert f"cannot write the journal in {tmp_path}" in output
     assert "No space left on device" in output
+    assert "until then reports wait in memory; after 1 s trials fail" in output
     assert "ORCH_JOURNAL_DIR" in output
     assert "Traceback" not in output
     assert orch.rows(f"select state from sweeps where sweep = '{name}'") == [{"state": "interrupted"}]

@@ -170,7 +170,7 @@ def test_gc_takes_what_is_dead_and_old_and_says_what_it_kept(untidy: Untidy) -> 
     assert "younger than 7 days" in done["artifacts of no run"]["kept"]
     assert "may belong to another database" in done["artifacts of no run"]["kept"]
     states_kept = done["checkpoints of trials that are over"]["kept"]
-    assert "of failed trials; removed only with --checkpoints" in states_kept
+    assert "of failed trials, which go on from them; removed only with --checkpoints" in states_kept
     assert "kept on request (keep_checkpoints: true); removed only with --checkpoints" in states_kept
     assert "for another database; --foreign-journals" in done["journals"]["kept"]
     assert "removed only with --archived" in done["archived sweeps"]["kept"]

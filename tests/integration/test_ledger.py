@@ -638,6 +638,8 @@ def test_a_reaper_passes_over_a_database_that_takes_no_writes(ledger: Ledger, en
         assert lease_module.reap(connection, lease_module.no_runs) == []
     assert ledger.holder(sweep.id).is_gone
     with borrowed(engine) as connection:
+        assert [holder.is_gone for holder in lease_module.holders(connection)] == [True]  # what `orch status` says then
+    with borrowed(engine) as connection:
         assert [holder.name for holder in lease_module.reap(connection, lease_module.no_runs)] == ["7@here"]
 
 

@@ -361,7 +361,7 @@ def test_mlflow_shows_parameters_tags_and_the_resolved_spec(orch: Orch, name: st
     experiment = client.get_experiment_by_name(name)
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
-    assert run.data.params == {"x": "0.001", "k": "1", "steps": "10", "seed": "0", "sleep_s": "0.0"}
+    assert run.data.params == {"x": "0.001", "k": "1", "steps": "10", "seed": "0", "sleep_s": "0.0", "hold": ""}
     tags = run.data.tags
     assert (tags["orch.sweep"], tags["orch.state"], tags["team"]) == (name, "finished", "router")
     assert tags["orch.trial"].endswith("/0")

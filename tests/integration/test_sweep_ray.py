@@ -68,8 +68,8 @@ def test_a_local_ray_lives_for_the_sweep_only(orch: Orch, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def odd(ray_orch: Orch) -> list[dict[str, Any]]:
-    """The trials of a sweep: one hangs and lets no other thread run; one does nothing odd, one reports numpy's integers,
-    one dies.
+    """The trials of a sweep: one hangs and lets no other thread run; one does nothing odd, one reports numpy's
+    integers, one dies.
     """
     name = f"odd{secrets.token_hex(5)}"
     text = """

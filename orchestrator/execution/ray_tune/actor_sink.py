@@ -11,7 +11,7 @@ import ray
 
 from orchestrator.execution.inline import decision_of, finding_of, points_of
 from orchestrator.execution.job import Job
-from orchestrator.execution.ray_tune.recorder_actor import ANSWER_TIMEOUT_S, RESTART_POLL_S
+from orchestrator.execution.ray_tune.recorder_actor import ANSWER_TIMEOUT_S, RESTART_POLL_S, SYNC_S
 from orchestrator.execution.words import Receipt, Words
 from orchestrator.tracking.recorder import LogLine
 from orchestrator.trial import Decision, Finding
@@ -65,15 +65,18 @@ class ActorSink:
             self._send(wait=True)
 
     def sync(self) -> None:
-        """Returns when all words are on the disk of a recorder, whichever life of it that is."""
+        """Returns when all words are on the disk of a recorder, whichever life of it that is. Raises TimeoutError."""
+        give_up_at = time.monotonic() + ANSWER_TIMEOUT_S
         with self._turn:
             while True:
                 self._send(wait=True)
                 self._collect(wait=True)
                 if not self._words.num_untold:
-                    self._hear(self._actor.sync.remote(ANSWER_TIMEOUT_S))
+                    self._hear(self._actor.sync.remote(SYNC_S))
                 if self._words.are_safe:
                     return
+                if time.monotonic() > give_up_at:
+                    raise TimeoutError(f"the journal did not reach its disk within {ANSWER_TIMEOUT_S:g} s")
 
     def _send(self, wait: bool, at_least_empty: bool = False) -> None:
         if self._collect(wait) and (self._words.num_untold or at_least_empty):

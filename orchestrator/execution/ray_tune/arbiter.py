@@ -9,7 +9,9 @@ from typing import Any
 
 import ray
 
+from orchestrator.database.connection import is_away
 from orchestrator.execution.judging import Case, SchedulerJudge, Start, rebuilt
+from orchestrator.execution.patience import PATIENCE_S
 from orchestrator.execution.ray_tune.cluster import NAMESPACE
 from orchestrator.execution.ray_tune.recorder_actor import ANSWER_TIMEOUT_S
 from orchestrator.trial import Decision, Params
@@ -41,8 +43,9 @@ class ArbiterActor:
 class Arbiter:
     """The actor's `Judge`, on whichever side of Ray."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, actor: Any, away_patience_s: float = 0.0) -> None:
+        """`away_patience_s`: how long to ask again while one that was restarted cannot read the ledger."""
+        self._actor, self._away_patience_s = actor, away_patience_s
 
     @classmethod
     def start(cls, name: str, case: Case, database_url: str) -> Arbiter:
@@ -51,7 +54,8 @@ class Arbiter:
 
     @classmethod
     def find(cls, name: str) -> Arbiter:
-        return cls(ray.get_actor(name, namespace=NAMESPACE))
+        """A worker's: a trial waits for its judge as long as the driver waits for the database."""
+        return cls(ray.get_actor(name, namespace=NAMESPACE), away_patience_s=PATIENCE_S)
 
     def begin(self, number: int, params: Params, first_step: int) -> Start:
         start: Start = self._answer(lambda: self._actor.begin.remote(number, params, first_step))
@@ -65,12 +69,20 @@ class Arbiter:
         self._actor.over.remote(number)  # one that is being restarted learns it from the ledger
 
     def _answer(self, ask: Callable[[], Any]) -> Any:
-        """Asks again while the actor is being restarted: a question may be repeated, its answer is the same."""
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        """Asks again while the actor is being restarted: a question may be repeated, its answer is the same.
+
+        Raises the database's own error where that is what keeps the actor from answering.
+        """
+        asked_at = time.monotonic()
         while True:
             try:
                 return ray.get(ask(), timeout=ANSWER_TIMEOUT_S)
             except ray.exceptions.RayActorError:
-                if time.monotonic() > deadline:
+                if time.monotonic() - asked_at > ANSWER_TIMEOUT_S:
                     raise
-                time.sleep(RESTART_POLL_S)
+            except ray.exceptions.RayTaskError as error:
+                if not is_away(error.cause):
+                    raise
+                if time.monotonic() - asked_at > self._away_patience_s:
+                    raise error.cause from error
+            time.sleep(RESTART_POLL_S)

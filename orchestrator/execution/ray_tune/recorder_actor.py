@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import uuid
@@ -15,9 +16,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.execution.ray_tune.cluster import NAMESPACE
 from orchestrator.execution.ray_tune.memory_kills import num_memory_kills
 from orchestrator.execution.words import Receipt
-from orchestrator.tracking.recorder import Note, Points, Recorder, Remainder, connect_by_url, secrets_of
+from orchestrator.tracking.recorder import (
+    JournalUnwritable,
+    Note,
+    Points,
+    Recorder,
+    Remainder,
+    connect_by_url,
+    secrets_of,
+)
 
 ANSWER_TIMEOUT_S = 120.0
+SYNC_S = 1.0  # so long at a time a recorder waits for its disk
 RESTART_TIMEOUT_S = 30.0  # a node that is gone restarts nothing
 RESTART_POLL_S = 0.5
 MEMORY_KILL_TIMEOUT_S = 5.0
@@ -44,7 +54,9 @@ class RecorderActor:
         return self._recorder.drain(timeout_s)
 
     def sync(self, timeout_s: float) -> Receipt:
-        self._recorder.sync(timeout_s)
+        """Waits for the disk, but not so long that nobody else is heard meanwhile; the receipt says how far it is."""
+        with contextlib.suppress(TimeoutError):
+            self._recorder.sync(timeout_s)
         return self._receipt()
 
     def _receipt(self) -> Receipt:
@@ -66,7 +78,10 @@ class RecorderActor:
         return self._num_memory_kills > before
 
     def close(self, timeout_s: float) -> Remainder:
-        return self._recorder.close(timeout_s)
+        try:
+            return self._recorder.close(timeout_s)
+        except JournalUnwritable as error:  # what memory held is lost; its trials have failed
+            return Remainder(self._recorder.pending(), (), reason=str(error).split("\n")[0])
 
 
 class Recorders:
