@@ -166,6 +166,7 @@ def test_a_killed_recorder_comes_back_and_no_point_is_lost(ray_orch: Orch, name:
         seeds: 2
         log_every: 1
     """
+    ray_orch("status")  # the tables, which this test looks into at once
     process = ray_orch.start("sweep", ray_orch.sweep_file(text, name))
     wait_until(lambda: num_points(server_url, name) > 50)
     ours = [one for one in psutil.process_iter(["cmdline"]) if _is_recorder_of(one, ray_orch)]

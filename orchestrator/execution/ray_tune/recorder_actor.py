@@ -159,8 +159,8 @@ def _closed(node_id: str, actor: ray.actor.ActorHandle, closing_s: float) -> Rem
     except (ray.exceptions.RayError, TimeoutError) as error:  # the node or its recorder is gone; the others count
         first_line = str(error).strip().split("\n")[0]
         reason = (
-            f"the recorder of node {node_id[:8]} gave no answer ({first_line.rstrip('.')}); what it had not written lies "
-            "in the journal there, and the next recorder there writes it"
+            f"the recorder of node {node_id[:8]} gave no answer ({first_line.rstrip('.')}); what it had not written "
+            "lies in the journal there, and the next recorder there writes it"
         )
         return Remainder(0, (), reason=reason)
 
