@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from orchestrator.cli.driving import driving_options
 from orchestrator.reports.table import Format
 
 
@@ -19,12 +20,7 @@ from orchestrator.reports.table import Format
     metavar="N",
     help="Run trial N again, whatever its state; one with a result begins anew.",
 )
-@click.option("--max-concurrent", type=click.IntRange(min=1), help="Worker processes at once.")
-@click.option("--address", help="A running Ray cluster (default: RAY_ADDRESS, else a local Ray for the sweep's time).")
-@click.option("--inline", is_flag=True, help="Train in this process, one trial after another; no Ray.")
-@click.option("--detach", is_flag=True, help="Return once it runs; `orch logs SWEEP -f` follows it.")
-@click.option("--ready-fd", type=int, hidden=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line: state changes, then the comparison.")
+@driving_options
 @click.pass_context
 def command(
     ctx: click.Context,

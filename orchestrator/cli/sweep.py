@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from orchestrator.cli.driving import driving_options
 from orchestrator.cli.plan import show_plan
 from orchestrator.reports.table import Format
 
@@ -20,14 +21,9 @@ if TYPE_CHECKING:  # `orch plan` needs none of it
 @click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Override a value of the file.")
 @click.option("--name", help="Another name for the sweep.")
 @click.option("--dry-run", is_flag=True, help="Only say what would run (orch plan).")
-@click.option("--max-concurrent", type=click.IntRange(min=1), help="Worker processes at once.")
-@click.option("--address", help="A running Ray cluster (default: RAY_ADDRESS, else a local Ray for the sweep's time).")
-@click.option("--inline", is_flag=True, help="Train in this process, one trial after another; no Ray.")
 @click.option("--simulate", is_flag=True, help="Train nothing: run search and scheduler over made-up curves.")
 @click.option("--curves", metavar="SWEEP|FILE", help="With --simulate: recorded ones (CSV: trial,step,value).")
-@click.option("--detach", is_flag=True, help="Return once it runs; `orch logs NAME -f` follows it.")
-@click.option("--ready-fd", type=int, hidden=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line: state changes, then the comparison.")
+@driving_options
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -499,16 +499,9 @@ def test_wherever_the_power_goes_off_the_next_attempt_goes_on_from_a_whole_state
 
 
 def test_the_folders_made_for_the_first_state_outlive_a_power_cut_too(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shelf: Shelf, synced: set[Path], tmp_path: Path
 ) -> None:
-    synced: set[Path] = set()
-    fsync = os.fsync
-
-    def noted(descriptor: int) -> None:
-        fsync(descriptor)
-        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-
-    monkeypatch.setattr(os, "fsync", noted)
+    synced.clear()
     shelf.save(10)
     below = [folder for folder in shelf.folder.parents if folder.is_relative_to(tmp_path)]
     assert {shelf.folder, *below} <= synced

@@ -110,17 +110,7 @@ def test_an_adopted_journal_starts_where_its_writer_had_stored(tmp_path: Path) -
     assert drained(adopted) == [10, 11]
 
 
-def test_the_folders_made_for_a_journal_outlive_a_power_cut_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: set[Path] = set()
-    fsync = os.fsync
-
-    def noted(descriptor: int) -> None:
-        fsync(descriptor)
-        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-
-    monkeypatch.setattr(os, "fsync", noted)
+def test_the_folders_made_for_a_journal_outlive_a_power_cut_too(tmp_path: Path, synced: set[Path]) -> None:
     journal = Journal.create(tmp_path / "home" / "journal" / "identity")
     journal.append([1])
     folders = [folder for folder in (journal.folder, *journal.folder.parents) if folder.is_relative_to(tmp_path)]

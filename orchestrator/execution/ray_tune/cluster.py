@@ -7,9 +7,10 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import ResourceError
 from orchestrator.execution.ray_tune import environment
@@ -89,13 +90,8 @@ def local_cluster(scratch: Path, token_file: Path) -> Iterator[Cluster]:
         leave(scratch)
 
 
-@contextlib.contextmanager
-def attached_cluster(address: str, scratch: Path, packages: Sequence[str]) -> Iterator[Cluster]:
-    """A running cluster. The code of `packages` (top-level names) travels with the connection.
-
-    Raises ResourceError when nothing answers at `address`.
-    """
-    environment.prepare(None)
+def why_not_attached(address: str, runtime_env: Mapping[str, Any]) -> str:
+    """Connects to a running Ray, whose workers get `runtime_env`; Ray's words when it does not answer, else empty."""
     import ray
 
     try:
@@ -105,13 +101,24 @@ def attached_cluster(address: str, scratch: Path, packages: Sequence[str]) -> It
                 namespace=NAMESPACE,
                 log_to_driver=False,
                 logging_level="ERROR",
-                runtime_env={"py_modules": [str(folder_of(package)) for package in packages]},
+                runtime_env=dict(runtime_env),
             )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        raise ResourceError(
-            f"RAY_ADDRESS={address}  no Ray cluster answers ({first_line}); start one, or unset it"
-        ) from error
+        return str(error).strip().split("\n")[0]
+    return ""
+
+
+@contextlib.contextmanager
+def attached_cluster(address: str, scratch: Path, packages: Sequence[str]) -> Iterator[Cluster]:
+    """A running cluster. The code of `packages` (top-level names) travels with the connection.
+
+    Raises ResourceError when nothing answers at `address`.
+    """
+    environment.prepare(None)
+    import ray
+
+    if reason := why_not_attached(address, {"py_modules": [str(folder_of(package)) for package in packages]}):
+        raise ResourceError(f"RAY_ADDRESS={address}  no Ray cluster answers ({reason}); start one, or unset it")
     try:
         yield Cluster(alive_nodes(), is_local=False, scratch=scratch)
     finally:

@@ -19,8 +19,7 @@ from pathlib import Path
 import orchestrator
 from orchestrator import background
 from orchestrator.execution.ray_tune import environment
-from orchestrator.execution.ray_tune.cluster import NAMESPACE, Cluster, alive_nodes, leave, local_cluster
-from orchestrator.execution.ray_tune.undisturbed import undisturbed
+from orchestrator.execution.ray_tune.cluster import Cluster, alive_nodes, leave, local_cluster, why_not_attached
 from orchestrator.locks import is_free, try_lock
 from orchestrator.settings import Home
 
@@ -70,18 +69,9 @@ def _attached(address: str, home: Home, scratch: Path) -> Iterator[tuple[Cluster
     environment.prepare(home.secret_file(TOKEN))
     import ray
 
-    try:
-        with undisturbed():
-            ray.init(
-                address=address,
-                namespace=NAMESPACE,
-                log_to_driver=False,
-                logging_level="ERROR",
-                runtime_env={"worker_process_setup_hook": put_on(own_environment(), Path.cwd(), list(sys.path))},
-            )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        yield None, f"the warm Ray does not answer ({first_line}); this sweep starts its own"
+    hook = put_on(own_environment(), Path.cwd(), list(sys.path))
+    if reason := why_not_attached(address, {"worker_process_setup_hook": hook}):
+        yield None, f"the warm Ray does not answer ({reason}); this sweep starts its own"
         return
     try:
         yield Cluster(alive_nodes(), is_local=True, scratch=scratch), ""
