@@ -27,6 +27,7 @@ import pytest
 from orchestrator.database import embedded
 from orchestrator.database.connection import Database
 from orchestrator.settings import Home
+from orchestrator.workspace import Workspace, open_workspace
 from tests.warm import type_warm
 
 DatabaseOn = Callable[..., AbstractContextManager[str]]
@@ -135,6 +136,22 @@ def database_on(url: str, owner: str | None = None) -> Iterator[str]:
     finally:
         with server.connect("orch-tests", autocommit=True) as connection:
             connection.execute(f"drop database {name} with (force)")
+
+
+def workspace_on(url: str, home: Path) -> Workspace:
+    """A database that is ready to use, for fixtures that outlive a test: no other test may see the variable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCH_DATABASE_URL", url)
+        return open_workspace(home)
+
+
+OUR_VARIABLES = {name: value for name, value in os.environ.items() if name.startswith("ORCH_")}
+
+
+@pytest.fixture(autouse=True)
+def _no_fixture_changes_the_environment_of_other_tests() -> None:
+    """Comes after the fixtures of modules and sessions, and before those of the test."""
+    assert {name: value for name, value in os.environ.items() if name.startswith("ORCH_")} == OUR_VARIABLES
 
 
 @pytest.fixture(name="database_on", scope="session")

@@ -25,7 +25,7 @@ from orchestrator.planning import read_spec
 from orchestrator.settings import Home
 from orchestrator.spec import SweepSpec
 from orchestrator.trial import Candidate, Finding, Outcome, Severity, TrialState, config_hash
-from orchestrator.workspace import open_workspace
+from tests.conftest import workspace_on
 
 if TYPE_CHECKING:  # both are imported where they are used: most tests here need neither
     from mlflow import MlflowClient
@@ -107,9 +107,8 @@ def page_lab(server_url: str, database_on: Any, tmp_path_factory: pytest.TempPat
     import orchestrator.tracking  # noqa: F401  (sets MLflow's switches before MLflow loads)
 
     home = Home(tmp_path_factory.mktemp("pages") / ".orch").ensure()
-    with database_on(server_url) as url, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORCH_DATABASE_URL", url)
-        database = open_workspace(home.path).database
+    with database_on(server_url) as url:
+        database = workspace_on(url, home.path).database
         engine = database.engine("orch-tests")
         lab = PageLab(home, database, Ledger(engine), MlflowClient(database.mlflow_uri))
         sweep = lab.add_sweep("lab", QUESTION)

@@ -21,7 +21,7 @@ from orchestrator import ledger
 from orchestrator.database.connection import Database
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.workspace import open_workspace
-from tests.conftest import DatabaseOn
+from tests.conftest import DatabaseOn, workspace_on
 
 REVISIONS = ["0001", "0002", "0003"]
 TABLES = {
@@ -157,12 +157,11 @@ class Upgraded:
 def upgraded(
     request: pytest.FixtureRequest, with_mlflow: Database, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Upgraded]:
-    with copy_of(with_mlflow) as database, pytest.MonkeyPatch.context() as patch:
+    with copy_of(with_mlflow) as database:
         make_old(database, request.param)
         before = {table: rows(database, table) for table in TABLES[request.param]}
         assert all(before.values()), "every table has rows"
-        patch.setenv("ORCH_DATABASE_URL", database.url)
-        open_workspace(tmp_path_factory.mktemp("upgraded") / ".orch")
+        workspace_on(database.url, tmp_path_factory.mktemp("upgraded") / ".orch")
         yield Upgraded(request.param, database, before)
 
 
