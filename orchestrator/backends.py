@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -48,53 +50,71 @@ def open_backend(
 
     `beside` is started as soon as ray is imported: what it imports then loads while Ray's processes come up.
     """
-    journal = workspace.journal
     if request.inline:
         beside.start()
-        yield _inline_backend(workspace, journal, spec)
+        yield _inline_backend(workspace, spec)
         return
-    from orchestrator.execution.ray_tune import environment
-
     address = request.address or workspace.settings.ray_address
     token_file = workspace.home.secret_file("ray_token")
+    _refuse_in_vain(spec, address, token_file)
+    beside.start()
+    packages = sorted({"orchestrator", "workloads", workload.package})
+    with _ray(workspace.home, address, token_file, packages) as (cluster, remark):
+        yield _ray_backend(workspace, spec, cluster, remark)
+
+
+def _refuse_in_vain(spec: SweepSpec, address: str | None, token_file: Path) -> None:
+    """Imports ray, with all in the environment that it finds there only then.
+
+    Raises ResourceError for what a Ray that is started or joined would refuse a minute later.
+    """
+    from orchestrator.execution.ray_tune import environment
+
     environment.prepare(None if address else token_file)
-    from orchestrator.execution.ray_tune.cluster import attached_cluster
-    from orchestrator.execution.ray_tune.driver import run_on_ray
+    importlib.import_module("orchestrator.execution.ray_tune.driver")
     from orchestrator.execution.ray_tune.reachable import refuse_more_than_this_machine, refuse_silent_address
-    from orchestrator.execution.ray_tune.shared_root import refuse_unshared_root
 
     if address:
         refuse_silent_address(address)
     else:
         refuse_more_than_this_machine(spec.resources.cpu, spec.resources.gpu)
-    beside.start()
-    scratch = workspace.home.scratch()
-    packages = sorted({"orchestrator", "workloads", workload.package})
-    with contextlib.ExitStack() as stack:
-        remark = ""
-        if address:
-            cluster = stack.enter_context(attached_cluster(address, scratch, packages))
-        else:
-            cluster, remark = stack.enter_context(_own_ray(workspace.home, scratch, token_file))
-        resources = spec.resources
-        fits = cluster.capacity(resources.cpu, resources.gpu)
-        if cluster.has_remote_nodes:
-            _refuse_local_storage(workspace)
-            refuse_unshared_root(cluster, workspace.settings.artifact_root or "", resources.cpu, resources.gpu)
-        num_workers = min(fits, resources.max_concurrent or fits, plan_count(spec))
 
-        def run(feed: SweepRun) -> Sequence[Remainder]:
-            return run_on_ray(
-                feed,
-                cluster,
-                num_workers=num_workers,
-                cpu=resources.cpu,
-                gpu=resources.gpu,
-                database_url=workspace.database.url,
-                journal_folder=str(journal if cluster.is_local else workspace.remote_journal),
-            )
 
-        yield Backend(num_workers, "cuda" if resources.gpu else "cpu", run, remark)
+@contextlib.contextmanager
+def _ray(home: Home, address: str | None, token_file: Path, packages: Sequence[str]) -> Iterator[tuple[Cluster, str]]:
+    """The cluster at `address`, or a Ray of our own; and a remark for the person."""
+    from orchestrator.execution.ray_tune.cluster import attached_cluster
+
+    scratch = home.scratch()
+    if address:
+        with attached_cluster(address, scratch, packages) as cluster:
+            yield cluster, ""
+    else:
+        with _own_ray(home, scratch, token_file) as (cluster, remark):
+            yield cluster, remark
+
+
+def _ray_backend(workspace: Workspace, spec: SweepSpec, cluster: Cluster, remark: str) -> Backend:
+    """Raises ResourceError where the cluster has no room for a trial, or its nodes cannot reach what they need."""
+    from orchestrator.execution.ray_tune.driver import run_on_ray
+    from orchestrator.execution.ray_tune.shared_root import refuse_unshared_root
+
+    cpu, gpu = spec.resources.cpu, spec.resources.gpu
+    fits = cluster.capacity(cpu, gpu)
+    if cluster.has_remote_nodes:
+        _refuse_local_storage(workspace)
+        refuse_unshared_root(cluster, workspace.settings.artifact_root or "", cpu, gpu)
+    num_workers = min(fits, spec.resources.max_concurrent or fits, plan_count(spec))
+    run = functools.partial(
+        run_on_ray,
+        cluster=cluster,
+        num_workers=num_workers,
+        cpu=cpu,
+        gpu=gpu,
+        database_url=workspace.database.url,
+        journal_folder=str(workspace.journal if cluster.is_local else workspace.remote_journal),
+    )
+    return Backend(num_workers, "cuda" if gpu else "cpu", run, remark)
 
 
 @contextlib.contextmanager
@@ -111,13 +131,13 @@ def _own_ray(home: Home, scratch: Path, token_file: Path) -> Iterator[tuple[Clus
             yield cold, remark
 
 
-def _inline_backend(workspace: Workspace, journal: Path, spec: SweepSpec) -> Backend:
+def _inline_backend(workspace: Workspace, spec: SweepSpec) -> Backend:
     from orchestrator.execution.inline import run_inline
 
     if spec.resources.gpu:
         raise ResourceError("resources.gpu  --inline trains on this process's CPU; leave out --inline, or set gpu: 0")
     limit_threads(spec.resources.cpu)
-    return Backend(1, "cpu", lambda feed: [run_inline(feed, workspace.database.url, journal)])
+    return Backend(1, "cpu", lambda feed: [run_inline(feed, workspace.database.url, workspace.journal)])
 
 
 def _refuse_local_storage(workspace: Workspace) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # heavy or needing a database: imported where a sweep really 
     from orchestrator.execution.mirroring import Mirroring
     from orchestrator.execution.sweep_run import Observer, SweepRun
     from orchestrator.ledger.lease import Lease, Unheld
-    from orchestrator.ledger.rows import SweepRow
+    from orchestrator.ledger.rows import SweepRow, TrialRow
     from orchestrator.ledger.store import Ledger
     from orchestrator.tracking.recorder import Remainder
     from orchestrator.tracking.runs import Runs
@@ -45,35 +45,22 @@ def open_run(
     """Frees what a dead command left running, and the trials of the numbers `again`; adopts runs without a trial, and
     expands the search as far as it goes.
     """
-    from orchestrator.execution.checkpoints import forget
-    from orchestrator.execution.sweep_run import Placement, SweepRun, this_host
+    from orchestrator.execution.opening import Opening
+    from orchestrator.execution.sweep_run import SweepRun
     from orchestrator.ledger.lease import Unheld
     from orchestrator.ledger.models import SweepState
     from orchestrator.tracking.facts import system_facts
 
-    for row in ledger.trials(sweep.id):
-        if row.number in again and row.state.is_result and row.run_id and sweep.experiment_id:
-            forget(runs.artifact_uri(sweep.experiment_id, row.run_id))  # it runs again, and not on from its end
-    released = ledger.release_unfinished(sweep.id, numbers=again)
-    orphans = {f"{sweep.id}/{row.number}": row for row in ledger.trials(sweep.id) if row.run_id is None}
-    if orphans and sweep.experiment_id:
-        for key, run_id in runs.adopt(orphans).items():
-            runs.log_params(run_id, orphans[key].config)  # the crash may have come before them
-            ledger.set_run(orphans[key].id, run_id)
+    released = _released(ledger, runs, sweep, again)
+    _adopt_runs(ledger, runs, sweep)
     run = SweepRun(
-        sweep=sweep,
-        spec=spec,
-        workload=workload,
-        searcher=make_searcher(with_kept_points(spec, [row.params for row in ledger.trials(sweep.id)])),
-        ledger=ledger,
-        runs=runs,
-        observer=observer,
-        placement=Placement(backend.device, this_host()),
-        run_tags=system_facts(workload.package),
-        refresh_views=refresh_views,
-        lease=lease or Unheld(),
-        mirroring=mirroring,
-        revive_database=revive_database,
+        Opening(sweep, spec, workload, ledger, runs, backend.device, system_facts(workload.package)),
+        make_searcher(with_kept_points(spec, [row.params for row in ledger.trials(sweep.id)])),
+        observer,
+        refresh_views,
+        lease or Unheld(),
+        mirroring,
+        revive_database,
     )
     if line := where_it_goes_on(run, released):
         observer.said(line)
@@ -81,6 +68,25 @@ def open_run(
     ledger.set_sweep_state(sweep.id, SweepState.RUNNING)
     run.refresh_views(True)
     return run
+
+
+def _released(ledger: Ledger, runs: Runs, sweep: SweepRow, again: Sequence[int]) -> list[TrialRow]:
+    """The trials that wait again. One that has a result and is to run again does not go on from its end."""
+    from orchestrator.execution.checkpoints import forget
+
+    for row in ledger.trials(sweep.id):
+        if row.number in again and row.state.is_result and row.run_id and sweep.experiment_id:
+            forget(runs.artifact_uri(sweep.experiment_id, row.run_id))
+    return ledger.release_unfinished(sweep.id, numbers=again)
+
+
+def _adopt_runs(ledger: Ledger, runs: Runs, sweep: SweepRow) -> None:
+    """Gives trials the runs that a crash has left without them."""
+    orphans = {f"{sweep.id}/{row.number}": row for row in ledger.trials(sweep.id) if row.run_id is None}
+    if orphans and sweep.experiment_id:
+        for key, run_id in runs.adopt(orphans).items():
+            runs.log_params(run_id, orphans[key].config)  # the crash may have come before them
+            ledger.set_run(orphans[key].id, run_id)
 
 
 def view_refresher(engine: Engine, sweep: str) -> Callable[[bool], None]:
@@ -116,11 +122,11 @@ def settle(ledger: Ledger, sweep: SweepRow, run: SweepRun, remainders: Sequence[
     if run.abort_reason:
         ledger.set_sweep_state(sweep.id, SweepState.FAILED)
         return 1
-    is_cut_short = run.time.is_up and run.counts()[TrialState.WAITING] > 0
+    is_cut_short = run.time.is_up and run.trials.counts()[TrialState.WAITING] > 0
     ledger.set_sweep_state(sweep.id, SweepState.INTERRUPTED if is_cut_short else SweepState.FINISHED)
     is_whole = not run.without_record and all(one.is_empty for one in remainders)
     code_of = code_of_what_is_over if is_cut_short else exit_code
-    return code_of(run.counts()) if is_whole else 1
+    return code_of(run.trials.counts()) if is_whole else 1
 
 
 def code_of_what_is_over(counts: Mapping[TrialState, int]) -> int:

@@ -195,7 +195,7 @@ def _start(task: Task, existing: SweepRow | None, extension: Extension | None) -
         mlflow_import.join()
         run, remainders, code, unmirrored = _drive(task, signals, backend, existing, findings)
     ending = ending_of(workspace.query, run.sweep.name, task.request, code)
-    if code == 0 and run.counts()[TrialState.WAITING]:
+    if code == 0 and run.trials.counts()[TrialState.WAITING]:
         ending = _with_budget(ending, task.request, spec)
     return replace(ending, remarks=[*remarks_on(run, remainders), *filter(None, [unmirrored]), *ending.remarks])
 
@@ -233,7 +233,7 @@ def _drive(
             again=task.again.chosen(sweep.name, ledger.trials(sweep.id)),
             revive_database=task.workspace.revive_database,
         )
-        run.end_broken = functools.partial(_end_broken, lease, sweep.name)
+        run.broken = functools.partial(_end_broken, lease, sweep.name)
         signals.arm(run.interrupt)
         task.observer.opened(run, max(plan_count(task.spec), len(run.trials)), backend.num_workers)
         if backend.remark:
@@ -246,7 +246,7 @@ def _drive(
         run.patiently(lease.renew)  # what a reaper marked while we were silent is ours again before it is counted
         code = run.patiently(lambda: settle(ledger, sweep, run, remainders))
     runs.close()  # for the mirror and what is read after it: the command keeps to three connections
-    return run, remainders, code, mirroring.finish(run.history())
+    return run, remainders, code, mirroring.finish(run.trials.history())
 
 
 def _end_at_once(lease: Lease) -> None:

@@ -64,7 +64,7 @@ def where_it_goes_on(run: SweepRun, released: Sequence[TrialRow]) -> str:
     from orchestrator.execution.checkpoints import Unusable
 
     try:
-        steps = {trial.number: run.first_step_of(trial) for trial in released if trial.run_id}
+        steps = {trial.number: run.opening.first_step_of(trial) for trial in released if trial.run_id}
     except Unusable as error:
         return str(error)
     later = {number: step for number, step in sorted(steps.items()) if step > 0}

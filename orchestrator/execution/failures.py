@@ -1,4 +1,4 @@
-"""What to make of a failed attempt: try it again or not, is it one error all over, is it the machine.
+"""What to make of a failed attempt: try it again or not, is it one error all over, is it the machine, what follows.
 
 Pure: starts nothing, stores nothing, and knows no backend.
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import errno
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestrator.execution.job import Job
-from orchestrator.spec.sweep_spec import Retries
+from orchestrator.spec.sweep_spec import Retries, SweepSpec
 from orchestrator.trial import Failure, Outcome, TrialState, in_words
+
+if TYPE_CHECKING:  # a worker tells kinds of failure apart without the ledger
+    from orchestrator.execution.trials import Trials
 
 RETRYABLE = (Failure.WORKER_DEATH, Failure.OUT_OF_MEMORY, Failure.TIMEOUT)
 OF_A_DYING_MACHINE = (Failure.WORKER_DEATH, Failure.WORKER_START, Failure.OUT_OF_MEMORY)
@@ -196,3 +200,59 @@ class Machines:
             f"node {self.hosts.get(node, '')} ({node[:8]}) takes no more trials of this sweep: trials {numbers} failed "
             f"there one after another ({reason}) while other nodes went on; they run again elsewhere"
         )
+
+
+# --- what follows for the sweep -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Failed attempts whose trials are to be tried again."""
+
+    attempts: Sequence[Attempted]
+    alone: bool = False
+    remark: str = ""  # for the person
+
+
+class Aftermath:
+    """What follows the ends of a sweep's attempts, as far as one command has seen them."""
+
+    def __init__(self, sweep: str, spec: SweepSpec, trials: Trials) -> None:
+        self.machines = Machines()
+        self._sweep, self._spec, self._trials = sweep, spec, trials
+        self._streak = Streak()
+        self._num_failures: Counter[int] = Counter()  # that count as retries, by trial number
+
+    def repeat(self, job: Job, outcome: Outcome, stopping: bool) -> Repeat | None:
+        """None where the attempt was its trial's last one."""
+        if not stopping and (blamed := self.machines.blamed(job, outcome)):
+            return self._elsewhere(blamed)
+        again = verdict_on(outcome, job, self._num_failures[job.number], self._spec.retries, stopping)
+        if again is Again.NO:
+            return None
+        self._num_failures[job.number] += again is Again.RETRY
+        return Repeat([(job, outcome)], alone=again is Again.ALONE)
+
+    def _elsewhere(self, blamed: Sequence[Attempted]) -> Repeat:
+        """What failed through its machine, closed or not; none of it counts as a retry or as one error."""
+        stuck = [(job, outcome) for job, outcome in blamed if not self._is_tried_again(job)]
+        self._num_failures.subtract(job.number for job, _ in blamed if self._is_tried_again(job))
+        self._streak = self._streak.without(job.number for job, _ in blamed)
+        return Repeat(stuck, remark=self.machines.remark(blamed) if len(blamed) > 1 else "")
+
+    def _is_tried_again(self, job: Job) -> bool:
+        """True if the trial waits already, or runs in a later attempt."""
+        row = self._trials[job.number]
+        return row.attempts != job.attempt or row.state not in (TrialState.RUNNING, TrialState.FAILED)
+
+    def why_hopeless(self, job: Job, outcome: Outcome) -> str:
+        """Why no other trial will do better than this one, which has just ended for good; empty where one may."""
+        self._streak = self._streak.after(job.number, outcome)
+        if outcome.failure is Failure.NO_OBJECTIVE and not self._trials.has_objective:
+            return f"trial {job.number} ended, but it {outcome.reason}; set metric.name to one of these"
+        if outcome.failure is Failure.NO_CHECKPOINT:
+            return f"no trial of {job.workload} can go on without a saved state: see trial {job.number} above"
+        is_common = self._spec.same_error is not None and len(self._streak.trials) >= self._spec.same_error
+        if is_common and self._trials.are_to_come:
+            return self._streak.explanation(self._sweep, self._trials.counts()[TrialState.WAITING])
+        return ""

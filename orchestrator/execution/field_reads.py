@@ -1,4 +1,4 @@
-"""Notices which swept fields of a config a trial reads. Changes no value, and does not care what becomes of it.
+"""Notices which swept fields of a config trials read. Changes no value, and does not care what becomes of it.
 
 A watched config is for a while an instance of a class derived for it, whose swept fields note that they are read.
 Whatever takes a config as a whole (unpacking, dumping, copying, pickling, comparing, hashing) counts as reading all of
@@ -8,13 +8,16 @@ it and ends the watch: what is copied, pickled or kept is an instance of the wor
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from pydantic import BaseModel
 
-from orchestrator.trial import Finding, Severity
+from orchestrator.spec.domains import distinct, ends
+from orchestrator.spec.relations import is_active
+from orchestrator.spec.sweep_spec import SweepSpec
+from orchestrator.trial import Finding, Params, Severity
 
 VALUES = vars(BaseModel)["__dict__"]  # the slot where pydantic keeps a model's fields; the derived class covers it
 CLASS: Any = vars(object)["__class__"]
@@ -25,6 +28,7 @@ TAKES_ALL = ("__hash__", "__copy__", "__deepcopy__", "__reduce_ex__")
 UNREAD_FIELD = "unread_field"
 UNREAD = " was swept but this trial never read it: its values are the same training under other labels"
 UNREAD_ADVICE = "make the workload use it, or sweep it only where it is used"
+MAX_TRIED_VALUES = 8  # of an axis, to see whether it acts through other fields
 
 
 class Unwatchable(Exception):
@@ -61,6 +65,23 @@ def unread_finding(name: str) -> Finding:
 def field_of(message: str) -> str:
     """The field that an `unread_field` is about."""
     return message.removesuffix(UNREAD)
+
+
+def values_by_axis(spec: SweepSpec) -> dict[str, Sequence[Any]]:
+    """What the sweep varies, and some of the values; an axis with one value varies nothing."""
+    elsewhere = {name: (when.otherwise,) for name, when in spec.when.items()}
+    values = {name: distinct([*ends(axis), *elsewhere.get(name, ())]) for name, axis in spec.axes.items()}
+    return {name: several[:MAX_TRIED_VALUES] for name, several in values.items() if len(several) > 1}
+
+
+def never_read(spec: SweepSpec, counts: Mapping[str, int], finished: Sequence[Params]) -> list[str]:
+    """The axes that acted in no finished trial. `counts`: of how many each `unread_field` was said, by message."""
+    unread = {field_of(message): count for message, count in counts.items()}
+
+    def num_with(axis: str) -> int:
+        return sum(is_active(spec, axis, params) for params in finished)
+
+    return [axis for axis in values_by_axis(spec) if unread.get(axis) == num_with(axis) > 0]
 
 
 def acts_through_others(

@@ -24,7 +24,7 @@ from typing import Any
 import mlflow.environment_variables as mlflow_settings
 import sqlalchemy
 from mlflow import MlflowClient
-from mlflow.entities import LifecycleStage, RunStatus
+from mlflow.entities import LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric, SqlParam, SqlRun, SqlTag
@@ -39,6 +39,7 @@ from orchestrator.tracking.bulk import LOCK_TRIALS, MIRROR_FINDINGS
 from orchestrator.tracking.experiments import SWEEP_TAG, refuse_unusable
 from orchestrator.tracking.mlflow_schema import mlflow_uri
 from orchestrator.tracking.shelf import shelf_of
+from orchestrator.tracking.standing import Standing
 from orchestrator.trial import TrialState, canonical_json, jsonable
 
 TRIAL_TAG = "orch.trial"  # <sweep id>/<trial number>
@@ -201,7 +202,8 @@ class Runs:
 
         A parameter longer than MLflow keeps is shown as a marker, and all parameters then lie in `params.json` too.
         """
-        all_tags = {"mlflow.user": _user(), "orch.state": TrialState.RUNNING.value, **tags, TRIAL_TAG: trial_key}
+        begun = Standing(TrialState.RUNNING, attempt=1)
+        all_tags = {"mlflow.user": _user(), **begun.tags, **tags, TRIAL_TAG: trial_key}
         with self._one_at_a_time:
             run = self._client.create_run(
                 experiment_id, tags={name: _short_tag(text) for name, text in all_tags.items()}, run_name=run_name
@@ -254,9 +256,9 @@ class Runs:
         points could not be told from the old ones (clocks differ between hosts). None without points.
         Raises NotFound if the run does not exist or is deleted.
         """
-        told = {"orch.state": TrialState.RUNNING.value, "orch.attempt": str(attempt), **(tags or {})}
-        with self._editing(run_id, told, ("orch.reason", "orch.diverged_at")) as (session, run):
-            run.status, run.end_time = RunStatus.to_string(RunStatus.RUNNING), None
+        begun = Standing(TrialState.RUNNING, attempt=attempt)
+        with self._editing(run_id, {**begun.tags, **(tags or {})}, begun.unsaid) as (session, run):
+            run.status, run.end_time = begun.status, None
             superseded = session.query(SqlLatestMetric).filter(SqlLatestMetric.run_uuid == run_id)
             superseded.filter(SqlLatestMetric.step >= first_step).delete(synchronize_session=False)
             newest_ms = (
@@ -279,11 +281,9 @@ class Runs:
 
         Raises NotFound if the run does not exist or is deleted.
         """
-        told = {"orch.state": state.value, "orch.reason": reason, **(tags or {})}
-        if diverged_at is not None:
-            told["orch.diverged_at"] = str(diverged_at)
-        with self._editing(run_id, {name: text for name, text in told.items() if text}) as (session, run):
-            run.status, run.end_time = state.mlflow_status, int(time.time() * 1000)
+        ended = Standing(state, reason, diverged_at)
+        with self._editing(run_id, {**ended.tags, **(tags or {})}) as (session, run):
+            run.status, run.end_time = ended.status, int(time.time() * 1000)
             if trial_id is not None:
                 _mirror_findings(session.connection(), trial_id)
 

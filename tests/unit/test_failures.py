@@ -6,7 +6,7 @@ import errno
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from orchestrator.errors import SpecError
 from orchestrator.execution.failures import (
     BAD_NODE_TRIALS,
+    Aftermath,
     Again,
     Machines,
     Streak,
@@ -28,6 +29,8 @@ from orchestrator.execution.failures import (
 )
 from orchestrator.execution.job import Job
 from orchestrator.execution.ray_tune.memory_kills import num_memory_kills
+from orchestrator.execution.trials import Trials
+from orchestrator.ledger.rows import TrialRow
 from orchestrator.spec import parse_sweep
 from orchestrator.spec.resolved import resolved_text
 from orchestrator.spec.sweep_spec import Retries
@@ -272,6 +275,45 @@ def test_an_ending_of_the_trials_own_doing_acquits_its_node() -> None:
     mistake = Outcome(TrialState.FAILED, reason="ValueError: x", failure=Failure.EXCEPTION)
     for number in range(4 * BAD_NODE_TRIALS):
         assert seen.blamed(job(number), on("a", mistake if number % BAD_NODE_TRIALS == 0 else DEAD)) == []
+
+
+# --- what follows for the sweep -------------------------------------------------------------------------------------
+
+
+def waiting(*numbers: int) -> Trials:
+    empty: dict[str, Any] = dict.fromkeys(field.name for field in fields(TrialRow))
+    known = {"state": TrialState.WAITING, "attempts": 0, "more_objectives": [], "alone": False}
+    return Trials([TrialRow(**{**empty, **known, "number": number}) for number in numbers], num_planned=len(numbers))
+
+
+def test_a_bad_node_gives_back_what_it_took_and_no_retry_is_lost_to_it() -> None:
+    spec = parse_sweep(FILE % 2 + "retries: 1\n", "t.yaml", describe)
+    trials = waiting(0, 1, 2)
+    aftermath = Aftermath("t", spec, trials)
+    aftermath.machines.hosts = {"a": "10.0.0.1", "b": "10.0.0.2"}
+
+    def die(number: int, attempt: int) -> tuple[list[int], str]:
+        """Which trials wait again, and why the sweep must end."""
+        one = job(number, attempt=attempt)
+        trials.begun(one)
+        repeat = aftermath.repeat(one, on("a"), stopping=False)
+        if repeat is None:
+            trials.ended(number, DEAD, TrialState.FAILED)
+            return [], aftermath.why_hopeless(one, on("a"))
+        for other, outcome in repeat.attempts:
+            trials.ended(other.number, outcome, TrialState.WAITING)
+        return [other.number for other, _ in repeat.attempts], ""
+
+    assert die(0, 1) == ([0], "")  # a retry, its only one
+    assert die(0, 2) == ([], "")  # failed for good
+    assert die(1, 1) == ([1], "")
+    trials.begun(job(1, attempt=2))  # elsewhere; it goes on there
+    assert die(2, 1) == ([0, 2], ""), "what has failed and what has just died, not what runs already"
+    assert aftermath.machines.avoided == {"a"}
+    for number in (0, 1):
+        one = job(number, attempt=3)
+        trials.begun(one)
+        assert aftermath.repeat(one, on("b"), stopping=False) is not None, "a retry is left"
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, PrivateAttr, TypeAdapter, model_validator
 
-from orchestrator.execution.field_reads import Unwatchable, acts_through_others, watch
+from orchestrator.execution.field_reads import Unwatchable, acts_through_others, values_by_axis, watch
 from orchestrator.execution.job import Job
-from orchestrator.execution.sweep_run import values_by_axis
 from orchestrator.execution.trial_run import run_trial
 from orchestrator.search import make_searcher
 from orchestrator.spec import SweepSpec, parse_sweep, read_sweep_file
