@@ -112,7 +112,7 @@ def _ray_backend(workspace: Workspace, spec: SweepSpec, cluster: Cluster, remark
         cpu=cpu,
         gpu=gpu,
         database_url=workspace.database.url,
-        journal_folder=str(workspace.journal if cluster.is_local else workspace.remote_journal),
+        journal_folder=str(workspace.journal) if cluster.is_local else workspace.identity,
     )
     return Backend(num_workers, "cuda" if gpu else "cpu", run, remark)
 

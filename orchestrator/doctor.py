@@ -21,6 +21,7 @@ from orchestrator.workspace import Workspace, find_home, open_workspace
 
 CONNECTIONS_NEEDED = 10  # 4 of a node, 3 of a command, MLflow's UI and a psql beside them
 CLOCK_TOLERANCE_S = 5.0
+HEAD_WAIT_S = 15.0  # where all is started at once, as in compose, Ray's head is the last to listen
 
 
 def examine(home_path: Path | None, init: bool) -> tuple[Table, bool]:
@@ -57,8 +58,9 @@ def _home_lines(settings: Settings, home: Home) -> Iterator[Line]:
 def _cluster_lines(address: str | None) -> Iterator[Line]:
     if address is None or "://" in address:  # a job server's address serves --detach only
         return
-    from orchestrator.execution.ray_tune.reachable import asks_for_token
+    from orchestrator.execution.ray_tune.reachable import asks_for_token, wait_for
 
+    wait_for(address, HEAD_WAIT_S)
     try:
         if asks_for_token(address):
             yield Line("ray", "ok", f"{address} asks for a token")

@@ -18,9 +18,10 @@ from orchestrator.trial import TrialState
 
 if TYPE_CHECKING:
     from orchestrator.execution.sweep_run import SweepRun
-    from orchestrator.tracking.recorder import Remainder
+    from orchestrator.tracking.recorder import Gone, Remainder
 
 INTERRUPTED = 130
+MAX_NUMBERS = 20  # of trials, that a remark names
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def remarks_on(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
     if run.cancelled and run.is_left:
         remarks.append(f"cancelled by `orch cancel`; go on with what is left: orch resume {run.sweep.name}")
     if run.without_record:
-        numbers = ", ".join(str(number) for number in sorted(run.without_record)[:20])
+        numbers = ", ".join(str(number) for number in sorted(run.without_record)[:MAX_NUMBERS])
         first = next(iter(run.without_record.values()))
         remarks.append(f"trials without a record in MLflow: {numbers} ({first})")
     unwritten = sorted({run_id for one in remainders for run_id in one.run_ids})
@@ -73,7 +74,22 @@ def remarks_on(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
             remarks.append(f"{one.num_damaged} lines of the journal could not be read back")
         if one.reason:
             remarks.append(one.reason)
+        if one.gone:
+            remarks.append(about_gone(one.gone, run.sweep.name))
     return remarks
+
+
+def about_gone(gone: Gone, sweep: str) -> str:
+    """What may be missing where a recorder went away, and what to do."""
+    some = gone.trials[:MAX_NUMBERS]
+    numbers = ", ".join(map(str, some)) + (", ..." if len(some) < len(gone.trials) else "")
+    whose = f"{'trial' if len(gone.trials) == 1 else 'trials'} {numbers}"
+    again = " ".join(f"--trial {number}" for number in some)
+    return (
+        f"the recorder on {gone.host} is gone; points of {whose} may lie there unwritten, in {gone.journal}\n"
+        f"when {gone.host} is back, the next sweep that uses it writes them; or type there: orch resume {sweep}\n"
+        f"if that folder is lost, train them again: orch resume {sweep} {again}"
+    )
 
 
 def _about_states(run: SweepRun) -> list[str]:

@@ -184,6 +184,8 @@ def _start(task: Task, existing: SweepRow | None, extension: Extension | None) -
         task.ledger.refuse_held(existing.id)  # before Ray is started; it is taken below
     check_places(workspace.settings, workspace.home)
     refuse_read_only(workspace.database)
+    if task.request.inline or not (task.request.address or workspace.settings.ray_address):
+        _write_what_is_left(workspace)  # also of a cluster that this host was a node of; that has recorders to do it
     _refuse_lost_states(spec, task.artifact_root)
     findings: list[Finding] = []
     if extension is None or extension.num_new:

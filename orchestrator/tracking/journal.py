@@ -70,14 +70,24 @@ def abandoned_name() -> str:
 def backlog_of(folder: Path) -> int:
     """Bytes of a journal that are not known to be stored, looked at from outside: its recorder may be alive."""
     try:
-        segments, cursor = _segments_in(folder), (folder / "cursor").read_bytes()
-    except FileNotFoundError:  # nothing was stored yet, or all of it is and the folder is gone
-        segments, cursor = (_segments_in(folder) if folder.is_dir() else []), b""
+        segments = _segments_in(folder)
+    except FileNotFoundError:  # all of it is stored: whoever did that is removing it, or has
+        return 0
+    try:
+        cursor = (folder / "cursor").read_bytes()
+    except FileNotFoundError:  # it is just being made, or removed
+        cursor = b""
     match = _CURSOR.fullmatch(cursor)
     number, offset = (int(match[1]), int(match[2])) if match else (0, 0)
     return sum(
         max(0, one.safe_bytes - (offset if one.number == number else 0)) for one in segments if one.number >= number
     )
+
+
+def others_with_backlog(folder: Path) -> list[str]:
+    """The names of the journals beside this one that hold something which is not known to be stored."""
+    others = (path for path in folder.parent.glob("*~*~*") if path != folder)
+    return [path.name for path in others if backlog_of(path)]
 
 
 @dataclass
@@ -116,7 +126,7 @@ class Journal:
         make_folder(journal_dir)
         folder = journal_dir / f"{_host()}~{os.getpid()}~{secrets.token_hex(4)}"
         draft = journal_dir / f".{folder.name}"  # nobody may see the folder before it is locked
-        draft.mkdir(mode=0o700)
+        draft.mkdir(mode=0o700, parents=True)  # `orch gc` may have removed the empty parent in this very moment
         lock = _try_lock(draft)
         assert lock is not None, "a folder with a random name is ours alone"
         draft.rename(folder)

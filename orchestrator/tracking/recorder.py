@@ -18,7 +18,7 @@ import psycopg
 
 from orchestrator.errors import OrchError
 from orchestrator.tracking.drain import Drain, Unavailable, connect_by_url, secrets_of
-from orchestrator.tracking.journal import Journal, orphans
+from orchestrator.tracking.journal import Journal, orphans, others_with_backlog
 from orchestrator.tracking.records import (
     DecisionRow,
     FindingRow,
@@ -69,6 +69,15 @@ class JournalUnwritable(OrchError):
 
 
 @dataclass(frozen=True)
+class Gone:
+    """A recorder without a last answer, whose journal nobody is known to have brought over whole."""
+
+    host: str
+    journal: str  # the path of its folder there
+    trials: tuple[int, ...]  # whose words it may have kept to itself
+
+
+@dataclass(frozen=True)
 class Remainder:
     """What a closing recorder could not bring into the database. It lies in the journal for the next recorder."""
 
@@ -77,11 +86,15 @@ class Remainder:
     num_rejected: int = 0  # rows that Postgres will never take; kept in rejected.jsonl
     num_damaged: int = 0  # journal lines that could not be read back
     reason: str = ""
+    journal: str = ""  # the name of its own folder
+    brought: tuple[str, ...] = ()  # the journals of dead recorders that it brought over whole
+    left: tuple[str, ...] = ()  # journals of others, in the same place, that still hold something
+    gone: Gone | None = None  # in place of all the above: it was never asked
 
     @property
     def is_empty(self) -> bool:
         """True if everything that was given is in the database."""
-        return not (self.points or self.num_rejected or self.num_damaged or self.reason)
+        return not (self.points or self.num_rejected or self.num_damaged or self.reason or self.gone)
 
 
 class Recorder:
@@ -109,6 +122,8 @@ class Recorder:
             raise _unwritable(journal_dir, error) from error
         self._drain = Drain(connect, journal_dir)
         self._orphans = deque(orphans(journal_dir) if adopt_orphans else ())
+        self._brought: tuple[str, ...] = ()  # names of journals
+        self._flawed: set[str] = set()  # those of which not everything reached the database
         self._state = threading.Condition()  # guards what follows
         self._waiting: deque[Record] = deque()  # given, not yet in the journal
         self._num_waiting_points = 0
@@ -165,6 +180,23 @@ class Recorder:
         """How many records were given so far, and how many of these, the first ones, are on disk."""
         with self._state:
             return self._num_given, self._num_safe
+
+    @property
+    def journal(self) -> Path:
+        """The folder that keeps what is not in the database yet; no other recorder ever had one of that name."""
+        return self._journal.folder
+
+    @property
+    def brought(self) -> tuple[str, ...]:
+        """The journals of dead recorders that were brought over whole so far: nothing damaged, refused or set aside."""
+        return self._brought
+
+    @property
+    def is_clear(self) -> bool:
+        """True if nothing is lost with this recorder's disk: all that it was given, or has inherited, is stored."""
+        with self._state:
+            is_stored = self._num_given == self._num_stored and not self._orphans
+        return is_stored and not (self._drain.unknown_runs or any(self._flaws()))
 
     @property
     def database_error(self) -> str:
@@ -336,16 +368,27 @@ class Recorder:
     def _drain_orphan(self, folder: Path) -> None:
         journal = Journal.adopt(folder)
         if journal is not None:
+            flaws = self._flaws()
             while journal.backlog_bytes and self._num_safe == self._num_stored and not self._is_late():
                 self._drain_once(journal, inherited=True)
             is_unfinished = journal.backlog_bytes > 0
             self._num_damaged += journal.num_damaged
             journal.close()
+            if self._flaws() != flaws:
+                self._flawed.add(folder.name)
             if is_unfinished:
                 return
+            if folder.name not in self._flawed:
+                self._brought += (folder.name,)
         with self._state:
             self._orphans.popleft()
             self._state.notify_all()
+
+    def _flaws(self) -> tuple[int, int, int]:
+        """What grows whenever a record that is not set aside as our own fails to reach the database for good."""
+        aside = self._drain.set_aside.get(True)
+        num_damaged = self._num_damaged + self._journal.num_damaged
+        return self._drain.num_rejected, num_damaged, aside.backlog_bytes if aside is not None else 0
 
     def _drain_once(self, journal: Journal, inherited: bool) -> int:
         """Moves one batch into the database. Returns how many records it held: 0 after a failed try and its pause."""
@@ -375,7 +418,16 @@ class Recorder:
             for journal in {id(journal): journal for journal in (*own, *self._drain.set_aside.values())}.values():
                 journal.close()
         reason = self._drain.error or ("MLflow does not have these runs" if self._drain.unknown_runs else "")
-        return Remainder(left.num_points, tuple(sorted(left.run_ids)), self._drain.num_rejected, num_damaged, reason)
+        return Remainder(
+            left.num_points,
+            tuple(sorted(left.run_ids)),
+            self._drain.num_rejected,
+            num_damaged,
+            reason,
+            journal=self._journal.folder.name,
+            brought=self._brought,
+            left=tuple(others_with_backlog(self._journal.folder)),
+        )
 
 
 class Left:

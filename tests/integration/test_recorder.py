@@ -235,15 +235,17 @@ def test_a_killed_process_loses_nothing_that_was_synced_and_the_next_recorder_do
     assert died.returncode == -signal.SIGKILL, died.stderr
     num_synced = int(died.stdout.split()[-1])
     assert num_synced == 2000
-    assert len(orphans(journal_dir)) == 1
+    [dead] = orphans(journal_dir)
     recorder = open_recorder(place.connect)
     assert recorder.drain(30)
+    assert recorder.is_clear
+    assert recorder.brought == (dead.name,)
     rows = place.metrics(run_id)
     steps = [step for key, _, _, step, _ in rows if key == "loss"]
     assert sorted(steps) == sorted(set(steps))
     assert set(range(num_synced)) <= set(steps) <= set(range(2051))
     assert len(rows) == 2 * len(steps)
-    recorder.close(5)
+    assert recorder.close(5).brought == (dead.name,)
     assert list(journal_dir.iterdir()) == []
 
 
@@ -285,6 +287,9 @@ def test_without_any_database_close_names_what_is_left_and_a_later_recorder_brin
     run_id = place.new_run()
     blind = open_recorder(nowhere)
     blind.record([points(run_id, step, loss=1.0, norm=2.0) for step in range(5)])
+    blind.sync(5)
+    assert not blind.is_clear
+    assert open_recorder(place.connect).close(5).left == (blind.journal.name,)
     started = time.monotonic()
     remainder = blind.close(0.5)
     assert time.monotonic() - started < 2.0
@@ -350,7 +355,9 @@ def test_rows_that_postgres_refuses_do_not_hold_up_the_others(
     recorder = open_recorder(place.connect)
     assert recorder.drain(10)
     assert len(place.metrics(run_id)) == 41
-    assert recorder.close(5).num_rejected == 4
+    assert not recorder.is_clear
+    remainder = recorder.close(5)
+    assert (remainder.num_rejected, remainder.brought) == (4, ())  # not whole
     rejected = (tmp_path / "journal" / "rejected.jsonl").read_text().splitlines()
     assert len(rejected) == 4
     assert "too long" in rejected[0] + rejected[1] + rejected[2] + rejected[3]
@@ -376,6 +383,7 @@ def test_points_of_deleted_runs_stay_in_the_journal_until_the_run_is_back(
     assert len(place.metrics(deleted)) == 5
     left = second.close(5)
     assert (left.points, left.run_ids) == (0, ())  # what was inherited is not this recorder's failure
+    assert left.brought == ()
     (folder,) = orphans(tmp_path / "journal")
     journal = Journal.adopt(folder)
     assert journal is not None

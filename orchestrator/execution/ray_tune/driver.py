@@ -24,7 +24,7 @@ from orchestrator.execution.job import Feed, Job, outcome_from_json
 from orchestrator.execution.ray_tune.arbiter import Arbiter
 from orchestrator.execution.ray_tune.cluster import Cluster, Node, alive_nodes, node_of_actor
 from orchestrator.execution.ray_tune.pulse import watched, why_dead
-from orchestrator.execution.ray_tune.recorder_actor import Recorders
+from orchestrator.execution.ray_tune.recorder_actor import KIND, Recorders
 from orchestrator.execution.ray_tune.worker import SILENCE_GRACE_S, Spent, TrialWorker
 from orchestrator.execution.stopping import ANSWER_S
 from orchestrator.tracking.recorder import Remainder
@@ -69,6 +69,7 @@ class JobSearcher(Searcher):  # type: ignore[misc]
             job = self.guarded(self._feed.next_job)
             if job is not None:
                 self.running[trial_id] = (job, time.monotonic())
+                self._recorders.accounts.began(job)
                 place = {"alone": job.alone, "avoid": sorted(self._feed.avoided)}
                 return {"job": job.to_json(), "workload": job.workload, **self._names, **place}
             if self.failure is not None or self._feed.exhausted():
@@ -87,6 +88,7 @@ class JobSearcher(Searcher):  # type: ignore[misc]
             outcome = Outcome(TrialState.KILLED, reason=reason)
         else:
             outcome = self._of_dead_worker(job, time.monotonic() - started, error_text)
+        self._recorders.accounts.ended(job, outcome.node)
         self.guarded(lambda: self._feed.ended(job, outcome))
 
     def _of_dead_worker(self, job: Job, ran_s: float, error: str) -> Outcome:
@@ -182,7 +184,7 @@ class Slots(FIFOScheduler):  # type: ignore[misc]
     def _look_around(self) -> None:
         """Nodes that joined get a recorder; all recorders hear of a stop, also one that has just been restarted."""
         nodes = self._nodes()
-        self._recorders.ensure(node.node_id for node in nodes)
+        self._recorders.ensure({node.node_id for node in nodes})
         self._feed.troubled(*self._recorders.errors())
         self._feed.placeable({node.node_id: node.host for node in nodes})
         if self._searcher.stopping:
@@ -230,11 +232,12 @@ def run_on_ray(
 ) -> list[Remainder]:
     """Runs every job of `feed` on `num_workers` reused worker processes of `cpu` CPUs and `gpu` GPUs each.
 
-    Returns what the recorders could not write in time. Call from the main thread, connected to `cluster`.
+    `journal_folder`: see `RecorderActor`. Returns what the recorders could not write in time, or took with them. Call
+    from the main thread, connected to `cluster`.
     """
     for noisy in ("ray.tune", "ray.air"):  # what they print as errors is a trial's outcome here, told once
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    recorders = Recorders(f"recorder-{uuid.uuid4().hex[:8]}", database_url, journal_folder)
+    recorders = Recorders(f"{KIND}{uuid.uuid4().hex[:8]}", database_url, journal_folder)
 
     def nodes() -> list[Node]:
         return [node for node in (cluster.nodes if cluster.is_local else alive_nodes()) if node.capacity(cpu, gpu)]
@@ -245,9 +248,9 @@ def run_on_ray(
         fits = sum(node.capacity(cpu, gpu) for node in nodes() if node.node_id not in feed.avoided)
         return max(1, min(num_workers, fits))
 
-    arbiter_name = f"{recorders.prefix}-arbiter" if feed.case else ""  # nobody judges: such a sweep pays nothing
+    arbiter_name = f"arbiter-of-{recorders.prefix}" if feed.case else ""  # nobody judges: such a sweep pays nothing
     arbiter = Arbiter.start(arbiter_name, feed.case, database_url) if feed.case else None
-    recorders.ensure(node.node_id for node in nodes())
+    recorders.ensure({node.node_id for node in nodes()})
     if arbiter is not None:
         recorders.drain(CLOSE_TIMEOUT_S)  # decisions that a dead command left in its journal count
         feed.judged_by(arbiter)
@@ -259,7 +262,7 @@ def run_on_ray(
             _tuner(searcher, slots, storage, num_workers, cpu, gpu).fit()
     finally:
         shutil.rmtree(storage, ignore_errors=True)
-    remainders = recorders.close(CLOSE_TIMEOUT_S)
+    remainders = recorders.close(CLOSE_TIMEOUT_S, lambda: {node.node_id for node in nodes()})
     if searcher.failure is not None:
         raise searcher.failure
     feed.recorded()

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from orchestrator.execution.ray_tune import environment
 from orchestrator.execution.ray_tune.cluster import Cluster, Node
 
 CONNECT_TIMEOUT_S = 5.0
+POLL_S = 0.5
 ASK_TIMEOUT_S = 30.0
 ASK_WITHOUT_TOKEN = """
 import sys
@@ -47,6 +49,14 @@ def refuse_silent_address(address: str) -> None:
             f"RAY_ADDRESS={address}  no Ray cluster answers ({why}); "
             "start one there (ray start --head), or unset it: the sweep then starts a Ray of its own"
         )
+
+
+def wait_for(address: str, timeout_s: float) -> None:
+    """Returns as soon as something listens at `host:port`, at latest after `timeout_s`; other forms at once."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout_s
+    while host and port.isdigit() and _why_silent(host, int(port)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def refuse_silent_server(url: str) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.execution.ray_tune.cluster import NAMESPACE
+from orchestrator.execution.ray_tune.accounts import Accounts, Attempt, Standing
+from orchestrator.execution.ray_tune.cluster import NAMESPACE, alive_nodes
 from orchestrator.execution.ray_tune.memory_kills import num_memory_kills
 from orchestrator.execution.words import Receipt
+from orchestrator.settings import Settings, remote_journal_folder
 from orchestrator.tracking.recorder import (
     JournalUnwritable,
     Note,
@@ -28,17 +30,21 @@ from orchestrator.tracking.recorder import (
 
 ANSWER_TIMEOUT_S = 120.0
 SYNC_S = 1.0  # so long at a time a recorder waits for its disk
-RESTART_TIMEOUT_S = 30.0  # a node that is gone restarts nothing
+RESTART_TIMEOUT_S = 30.0  # so long a recorder, or its node, may take to come back
 RESTART_POLL_S = 0.5
 MEMORY_KILL_TIMEOUT_S = 5.0
+OTHERS_TIMEOUT_S = 1.0
+KIND = "recorder-"  # begins the name of every recorder on a cluster
 
 
 class RecorderActor:
     """A `Recorder` behind Ray's calls. Answers every report with a receipt."""
 
     def __init__(self, database_url: str, journal_folder: str) -> None:
+        """`journal_folder`: a path, or the name of a folder in the place that this node has for journals."""
         connect = functools.partial(connect_by_url, database_url)
-        self._recorder = Recorder(connect, Path(journal_folder), secrets=secrets_of(database_url))
+        folder = remote_journal_folder(Settings()) / journal_folder
+        self._recorder = Recorder(connect, folder, secrets=secrets_of(database_url))
         self._life = uuid.uuid4().hex
         self._stopping = False
         self._num_memory_kills = num_memory_kills()
@@ -65,12 +71,16 @@ class RecorderActor:
     def stop_trials(self) -> None:
         self._stopping = True
 
-    def pending(self) -> int:
-        return self._recorder.pending()
-
-    def errors(self) -> tuple[str, str]:
-        """Of the database and of the journal's disk, see `Recorder`."""
-        return self._recorder.database_error, self._recorder.disk_error
+    def standing(self) -> Standing:
+        recorder = self._recorder
+        return Standing(
+            host=socket.gethostname(),
+            journal=str(recorder.journal),
+            brought=recorder.brought,
+            is_clear=recorder.is_clear,
+            database_error=recorder.database_error,
+            disk_error=recorder.disk_error,
+        )
 
     def memory_kill(self) -> bool:
         """True if the kernel killed a process here for want of memory since this was asked last."""
@@ -81,7 +91,8 @@ class RecorderActor:
         try:
             return self._recorder.close(timeout_s)
         except JournalUnwritable as error:  # what memory held is lost; its trials have failed
-            return Remainder(self._recorder.pending(), (), reason=str(error).split("\n")[0])
+            reason, journal = str(error).split("\n")[0], self._recorder.journal.name
+            return Remainder(self._recorder.pending(), (), reason=reason, journal=journal)
 
 
 class Recorders:
@@ -92,15 +103,26 @@ class Recorders:
         self._database_url = database_url
         self._journal_folder = journal_folder
         self._actors: dict[str, ray.actor.ActorHandle] = {}
-        self._asked: dict[str, ray.ObjectRef] = {}  # by node: answers of `errors` that are to come
-        self._errors: dict[str, tuple[str, str]] = {}
+        self._asked: dict[str, tuple[ray.ObjectRef, Collection[Attempt]]] = {}  # by node: a `standing` that is to come
+        self.accounts = Accounts()
 
-    def ensure(self, node_ids: Iterable[str]) -> None:
-        """Starts a recorder on every node that has none yet, and waits until the new ones answer."""
+    def ensure(self, node_ids: Collection[str]) -> None:
+        """Starts a recorder on every node that has none yet, and waits until the new ones answer.
+
+        `node_ids`: all that there are now. While the journal of one that is gone is missed, other commands are asked.
+        """
+        if self.accounts.missing(self._actors.keys() - node_ids):
+            self.accounts.brought_by_others(_brought_by_others(self.prefix, node_ids))
         missing = [node_id for node_id in node_ids if node_id not in self._actors]
         self._actors.update((node_id, self._start(node_id)) for node_id in missing)
         for node_id in missing:
-            _answer_of(self._actors[node_id].pending.remote, timeout_s=ANSWER_TIMEOUT_S)
+            try:
+                standing = _answer_of(self._actors[node_id].standing.remote, timeout_s=ANSWER_TIMEOUT_S)
+            except ray.exceptions.RayError:
+                if any(node.node_id == node_id for node in alive_nodes()):
+                    raise
+            else:
+                self.accounts.heard(node_id, standing)
 
     def drain(self, timeout_s: float) -> None:
         """Waits until what dead recorders left on the nodes is in the database, but not for ever."""
@@ -117,13 +139,19 @@ class Recorders:
         As of their last answers: waits for nobody.
         """
         for node_id, actor in self._actors.items():
-            asked = self._asked.get(node_id)
-            if asked is None or ray.wait([asked], timeout=0)[0]:
+            if (asked := self._asked.get(node_id)) is None or ray.wait([asked[0]], timeout=0)[0]:
                 if asked is not None:
-                    self._errors[node_id] = _said(asked)
-                self._asked[node_id] = actor.errors.remote()
-        of_databases, of_disks = zip(*self._errors.values(), strict=True) if self._errors else ((), ())
+                    self._take_answer(node_id, *asked)
+                self._asked[node_id] = actor.standing.remote(), self.accounts.unstored(node_id)
+        standings = self.accounts.standings.values()
+        of_databases, of_disks = (one.database_error for one in standings), (one.disk_error for one in standings)
         return next(filter(None, of_databases), ""), next(filter(None, of_disks), "")
+
+    def _take_answer(self, node_id: str, answer: ray.ObjectRef, unstored: Collection[Attempt]) -> None:
+        try:
+            self.accounts.heard(node_id, ray.get(answer), unstored)
+        except ray.exceptions.RayError:
+            self.accounts.unheard(node_id)
 
     def memory_kill(self, node_id: str) -> bool:
         """Whether a process that has just died on that node was killed for want of memory, as far as anybody knows."""
@@ -132,11 +160,31 @@ class Recorders:
         except (KeyError, ray.exceptions.RayError, TimeoutError):  # the whole node is gone
             return False
 
-    def close(self, timeout_s: float) -> list[Remainder]:
-        """What could not be written in time; it stays in the journals."""
-        for actor in self._actors.values():  # all at once; a second call gives the same answer
-            actor.close.remote(timeout_s)
-        return [_closed(node_id, actor, timeout_s) for node_id, actor in self._actors.items()]
+    def close(self, timeout_s: float, node_ids: Callable[[], Collection[str]]) -> list[Remainder]:
+        """What could not be written in time, which stays in the journals, and what went away with a node.
+
+        `node_ids`: the nodes there are now. One that is gone has half a minute to come back.
+        """
+        deadline = time.monotonic() + RESTART_TIMEOUT_S
+        while True:
+            self.ensure(there := set(node_ids()))
+            self._close(there - self.accounts.told.keys(), timeout_s)
+            if not self.accounts.missing(self._actors) or time.monotonic() > deadline:
+                return self.accounts.remainders(self._actors)
+            time.sleep(RESTART_POLL_S)
+
+    def _close(self, node_ids: Iterable[str], timeout_s: float) -> None:
+        asked = {node_id: self._actors[node_id].close for node_id in node_ids}
+        for close in asked.values():  # all at once; a second call gives the same answer
+            close.remote(timeout_s)
+        for node_id, close in asked.items():
+            try:
+                told = _answer_of(close.remote, timeout_s, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
+            except ray.exceptions.RayTaskError as error:
+                told = Remainder(0, (), reason=f"the recorder of node {node_id[:8]} failed: {error.cause}")
+            except (ray.exceptions.RayError, TimeoutError):  # the node or its recorder is gone
+                continue
+            self.accounts.closed(node_id, told)
 
     def _start(self, node_id: str) -> ray.actor.ActorHandle:
         return (
@@ -152,17 +200,21 @@ class Recorders:
         )
 
 
-def _closed(node_id: str, actor: ray.actor.ActorHandle, closing_s: float) -> Remainder:
-    try:
-        remainder: Remainder = _answer_of(actor.close.remote, closing_s, timeout_s=closing_s + ANSWER_TIMEOUT_S)
-        return remainder
-    except (ray.exceptions.RayError, TimeoutError) as error:  # the node or its recorder is gone; the others count
-        first_line = str(error).strip().split("\n")[0]
-        reason = (
-            f"the recorder of node {node_id[:8]} gave no answer ({first_line.rstrip('.')}); what it had not written "
-            "lies in the journal there, and the next recorder there writes it"
-        )
-        return Remainder(0, (), reason=reason)
+def _brought_by_others(prefix: str, node_ids: Collection[str]) -> set[str]:
+    """The journals that other commands' recorders on these nodes have brought over: any may have been the first there.
+
+    What does not answer soon, has just ended, or is of another version, is asked again at the next look.
+    """
+    asked = []
+    for name in ray.util.list_named_actors():
+        if name.startswith(KIND) and not name.startswith(prefix) and name.rpartition("-")[2] in node_ids:
+            with contextlib.suppress(ValueError, AttributeError):
+                asked.append(ray.get_actor(name, namespace=NAMESPACE).standing.remote())
+    brought: set[str] = set()
+    for answer in ray.wait(asked, num_returns=len(asked), timeout=OTHERS_TIMEOUT_S)[0] if asked else ():
+        with contextlib.suppress(ray.exceptions.RayError):
+            brought.update(ray.get(answer).brought)
+    return brought
 
 
 def _answer_of(ask: Callable[..., ray.ObjectRef], *arguments: object, timeout_s: float) -> Any:
@@ -175,14 +227,6 @@ def _answer_of(ask: Callable[..., ray.ObjectRef], *arguments: object, timeout_s:
             if time.monotonic() > deadline:
                 raise
             time.sleep(RESTART_POLL_S)
-
-
-def _said(asked: ray.ObjectRef) -> tuple[str, str]:
-    try:
-        errors: tuple[str, str] = ray.get(asked)
-        return errors
-    except ray.exceptions.RayError:  # it is being started again, or its node is gone: it says nothing
-        return "", ""
 
 
 def recorder_name(prefix: str, node_id: str) -> str:
