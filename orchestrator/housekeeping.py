@@ -1,5 +1,8 @@
 """Finds what nobody needs any more, shows it, and removes it. Touches nothing that a command works on, that is younger
 than asked, or that carries no mark of ours: a tag in MLflow, a place in our experiments, the names that we give.
+
+Between looking and removing others go on working, so each thing is asked about again when its turn comes; what a sweep
+could need, while nobody can begin to drive that sweep.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.database.embedded import SERVER_UID
+from orchestrator.errors import OrchError
 from orchestrator.ledger import leftovers
-from orchestrator.ledger.leftovers import Leftover
+from orchestrator.ledger.leftovers import Leftover, Location, States
 from orchestrator.locks import is_free
 from orchestrator.removal import remove_sweep
 from orchestrator.reports.table import Table
@@ -30,6 +34,8 @@ from orchestrator.workspace import Workspace, open_workspace
 if TYPE_CHECKING:
     from orchestrator.tracking.runs import Runs
 
+Why = Callable[[], str]  # the reason to keep something, as things are now; empty: it may go
+IN_USE = "in use by a command"
 RUN_FOLDER = re.compile(r"[0-9a-f]{32}|[0-9a-f]{12}(-checkpoints)?")
 EXPERIMENT_FOLDER = re.compile(r"[a-z][a-z0-9_]*-[0-9a-f]{6}|[0-9a-f]{8}")
 IDENTITY = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -50,19 +56,24 @@ class Wishes:
     foreign_journals: bool = False
 
 
+class StillNeeded(OrchError):
+    """Something was of no use when it was looked at, and is by now."""
+
+
 @dataclass
 class Pile:
     """Things of one kind. `kept` counts, by reason, those that look alike and stay."""
 
     kind: str
-    things: list[tuple[int, Callable[[], None]]] = field(default_factory=list)  # bytes, and what removes it
+    things: list[tuple[int, Callable[[], None], Why]] = field(default_factory=list)  # bytes, what removes it
     kept: dict[str, tuple[int, int]] = field(default_factory=dict)  # number, bytes
 
-    def add(self, num_bytes: int, remove: Callable[[], None], keep_because: str = "") -> None:
-        if keep_because:
-            self.keep(keep_because, num_bytes)
+    def add(self, num_bytes: int, remove: Callable[[], None], why_kept: Why = lambda: "") -> None:
+        """`why_kept` is asked now, and again before the thing is removed."""
+        if reason := why_kept():
+            self.keep(reason, num_bytes)
         else:
-            self.things.append((num_bytes, remove))
+            self.things.append((num_bytes, remove, why_kept))
 
     def keep(self, reason: str, num_bytes: int) -> None:
         number, before = self.kept.get(reason, (0, 0))
@@ -71,18 +82,20 @@ class Pile:
     def clear(self) -> None:
         """Removes the things. One that cannot be removed counts as kept, for the reason, and holds up no other."""
         done = []
-        for num_bytes, remove in self.things:
+        for num_bytes, remove, why_kept in self.things:
             try:
+                if reason := why_kept():
+                    raise StillNeeded(reason)
                 with contextlib.suppress(FileNotFoundError):  # somebody was faster: it is gone all the same
                     remove()
             except Exception as error:
                 self.keep(_in_a_line(error), num_bytes)
             else:
-                done.append((num_bytes, remove))
+                done.append((num_bytes, remove, why_kept))
         self.things = done
 
     def line(self, dry_run: bool) -> tuple[str, int, str, str, str]:
-        num_bytes = sum(size for size, _ in self.things)
+        num_bytes = sum(size for size, *_ in self.things)
         kept = "; ".join(f"{number} ({_size(size)}) {reason}" for reason, (number, size) in self.kept.items())
         return self.kind, len(self.things), _size(num_bytes), "would go" if dry_run else "removed", kept
 
@@ -115,15 +128,14 @@ class Housekeeper:
             archived = leftovers.leftovers(connection, leftovers.ARCHIVED_SWEEPS, older_than_s)
             runs = leftovers.leftovers(connection, leftovers.DELETED_RUNS, older_than_s)
             states = leftovers.states(connection)
-            locations = leftovers.our_locations(connection)
-            free = [location for location, is_held in locations.items() if not is_held]
+            free = [location for location in leftovers.our_locations(connection) if not location.is_held]
             folders = list(_run_folders(free))
-            names = [*(name for name, _ in folders), *(folder.name for folder in sweeps)]
+            names = [*map(_name_of, (folder for folder, _ in folders)), *(folder.name for folder in sweeps)]
             unknown = leftovers.unknown(connection, names)
         yield self._deleted_experiments(experiments)
         yield self._archived_sweeps(archived)
         yield self._deleted_runs(runs)
-        orphans = [folder for name, folder in folders if name in unknown]
+        orphans = [(folder, sweep_id) for folder, sweep_id in folders if _name_of(folder) in unknown]
         yield self._orphan_artifacts(orphans, [folder for folder in sweeps if folder.name in unknown])
         yield self._states(states)
         yield self._journals()
@@ -136,26 +148,30 @@ class Housekeeper:
     def _deleted_experiments(self, found: Iterable[Leftover]) -> Pile:
         pile = Pile("sweeps deleted in MLflow")
         for one in found:
-            pile.add(_size_at(one.artifact_uri), partial(self._purge, one), self._reason(one))
+            remove = partial(self._purge, leftovers.DELETED_EXPERIMENTS, one)
+            pile.add(_size_at(one.artifact_uri), remove, partial(self._reason, one))
         return pile
 
     def _archived_sweeps(self, found: Iterable[Leftover]) -> Pile:
         pile = Pile("archived sweeps")
         for one in found:
-            reason = self._reason(one) if self._wishes.archived else "removed only with --archived"
-            pile.add(_size_at(one.artifact_uri), partial(self._purge, one), reason)
+            if self._wishes.archived:
+                remove = partial(self._purge, leftovers.ARCHIVED_SWEEPS, one)
+                pile.add(_size_at(one.artifact_uri), remove, partial(self._reason, one))
+            else:
+                pile.keep("removed only with --archived", _size_at(one.artifact_uri))
         return pile
 
     def _deleted_runs(self, found: Iterable[Leftover]) -> Pile:
         pile = Pile("runs deleted in MLflow")
         for one in found:
             size = _size_at(one.artifact_uri) + _size_of(one.artifact_uri and checkpoint_folder(one.artifact_uri))
-            pile.add(size, partial(self._purge_run, one), self._reason(one))
+            pile.add(size, partial(self._purge_run, one), partial(self._reason, one))
         return pile
 
     def _reason(self, one: Leftover) -> str:
         if one.is_held:
-            return "in use by a command"
+            return IN_USE
         return "" if one.is_old else self._too_young
 
     @property
@@ -163,19 +179,38 @@ class Housekeeper:
         hours = self._wishes.older_than_s / 3600
         return f"younger than {hours / 24:g} days" if hours >= 48 else f"younger than {hours:.3g} hours"
 
-    def _purge(self, one: Leftover) -> None:
+    def _purge(self, query: str, one: Leftover) -> None:
+        """MLflow knows no lease of ours: somebody who restores an experiment in this very moment comes too late."""
+        runs = self._runs  # imports MLflow: nothing slow may come after the last look
+        with self._workspace.database.connect("orch gc") as connection:
+            self._refuse_changed(connection, query, one)
         if one.sweep is None:
-            self._runs.purge_experiment(one.id)
+            runs.purge_experiment(one.id)
         else:
-            remove_sweep(self._home, one.sweep, purge=True)
+            remove_sweep(self._home, one.sweep, purge=True, experiment_id=one.id)
 
     def _purge_run(self, one: Leftover) -> None:
-        self._runs.purge_run(one.id)
-        with self._workspace.database.connect("orch gc") as connection:
+        runs = self._runs
+        with self._undriven(one.sweep_id) as connection:
+            self._refuse_changed(connection, leftovers.DELETED_RUNS, one)
+            runs.purge_run(one.id)
             leftovers.forget_run(connection, one.id)
         folder = local_folder(one.artifact_uri) if one.artifact_uri else None
         if folder and RUN_FOLDER.fullmatch(folder.parent.name) and not any(folder.parent.iterdir()):
             folder.parent.rmdir()
+
+    @contextlib.contextmanager
+    def _undriven(self, sweep_id: int | None) -> Iterator[leftovers.Connection]:
+        """Nobody begins to drive the sweep until the block ends: they wait. Raises StillNeeded where somebody does."""
+        with self._workspace.database.connect("orch gc") as connection:
+            if sweep_id is not None and not leftovers.lock_undriven(connection, sweep_id):
+                raise StillNeeded(IN_USE)
+            yield connection
+
+    def _refuse_changed(self, connection: leftovers.Connection, query: str, one: Leftover) -> None:
+        found = leftovers.leftovers(connection, query, self._wishes.older_than_s, one.id)
+        if one not in found:
+            raise StillNeeded(next(filter(None, map(self._reason, found)), "restored, or removed, meanwhile"))
 
     @cached_property
     def _runs(self) -> Runs:
@@ -185,16 +220,22 @@ class Housekeeper:
 
     # Folders
 
-    def _orphan_artifacts(self, of_runs: Sequence[Path], of_sweeps: Sequence[Path]) -> Pile:
+    def _orphan_artifacts(self, of_runs: Sequence[tuple[Path, int | None]], of_sweeps: Sequence[Path]) -> Pile:
         """Of sweeps that a command works on nothing is among `of_runs`: what it makes has no row yet."""
         pile = Pile("artifacts of no run")
         if local_folder(self._root) is None:
             pile.keep(f"store {self._root} is not looked through", 0)
-        for folder in of_runs:
-            self._add_folder(pile, folder)
+        for folder, sweep_id in of_runs:
+            self._add_folder(pile, folder, remove=partial(self._remove_orphan, folder, sweep_id))
         for folder in of_sweeps:
-            self._add_folder(pile, folder, self._why_not_ours)
+            self._add_folder(pile, folder, lambda: self._why_not_ours, partial(self._remove_orphan, folder, None))
         return pile
+
+    def _remove_orphan(self, folder: Path, sweep_id: int | None) -> None:
+        with self._undriven(sweep_id) as connection:
+            if not leftovers.unknown(connection, [_name_of(folder)]):
+                raise StillNeeded("of a run that has come up meanwhile")
+            shutil.rmtree(folder)
 
     @property
     def _why_not_ours(self) -> str:
@@ -202,17 +243,28 @@ class Housekeeper:
         has_root_alone = self._workspace.is_embedded and self._workspace.settings.artifact_root is None
         return "" if has_root_alone else "may belong to another database"
 
-    def _states(self, found: Iterable[tuple[TrialState, str, bool]]) -> Pile:
+    def _states(self, found: Iterable[States]) -> Pile:
         pile = Pile("checkpoints of trials that are over")
-        for state, uri, is_kept in found:
-            folder = checkpoint_folder(uri)
-            if folder is None or not folder.is_dir():
-                continue
-            reason = "of failed trials, which go on from them" if state is TrialState.FAILED else ""
-            reason = reason or ("kept on request (keep_checkpoints: true)" if is_kept else "")
-            is_wanted = reason and not self._wishes.checkpoints
-            self._add_folder(pile, folder, f"{reason}; removed only with --checkpoints" if is_wanted else "")
+        for one in found:
+            folder = checkpoint_folder(one.artifact_uri)
+            if folder is not None and folder.is_dir():
+                remove = partial(self._remove_states, one, folder)
+                self._add_folder(pile, folder, partial(self._why_wanted, one), remove)
         return pile
+
+    def _why_wanted(self, one: States) -> str:
+        reason = "of failed trials, which go on from them" if one.state is TrialState.FAILED else ""
+        reason = reason or ("kept on request (keep_checkpoints: true)" if one.is_kept else "")
+        return f"{reason}; removed only with --checkpoints" if reason and not self._wishes.checkpoints else ""
+
+    def _remove_states(self, one: States, folder: Path) -> None:
+        """The trial may have gone on from them since, and failed."""
+        with self._undriven(one.sweep_id) as connection:
+            if one not in leftovers.states(connection, one.trial_id):
+                raise StillNeeded("of trials that went on meanwhile")
+            if reason := self._why_young(folder):
+                raise StillNeeded(reason)
+            shutil.rmtree(folder)
 
     def _journals(self) -> Pile:
         pile = Pile("journals")
@@ -222,8 +274,8 @@ class Housekeeper:
         for foreign in self._foreign_journals():
             for folder in _folders(foreign, JOURNAL):
                 self._add_journal(pile, folder, is_ours=False)
-            if _age_s(foreign) >= BEING_MADE_S and not any(foreign.iterdir()):
-                pile.add(0, foreign.rmdir)
+            if _is_long_empty(foreign):
+                pile.add(0, foreign.rmdir, partial(_why_filled, foreign))
         return pile
 
     def _foreign_journals(self) -> list[Path]:
@@ -243,7 +295,7 @@ class Housekeeper:
             pile.keep("with points for this database: the next sweep writes them", waiting)
         else:
             reason = "" if self._wishes.foreign_journals else "with points for another database; --foreign-journals"
-            pile.add(waiting, partial(shutil.rmtree, folder), reason)
+            pile.add(waiting, partial(_remove_waiting, folder), lambda: reason)
 
     def _rejected_rows(self) -> Pile:
         pile = Pile("rows that the database refused")
@@ -264,26 +316,30 @@ class Housekeeper:
             return
         for session in _folders(folder, re.compile(r"\d+")):
             if is_free(session):
-                is_new = _age_s(session) < BEING_MADE_S
-                self._add_folder(pile, session, "of the last hour: may be just being made" if is_new else "")
-        if not self._is_young(folder) and _age_s(folder) >= BEING_MADE_S and not any(folder.iterdir()):
-            pile.add(0, folder.rmdir)
+                self._add_folder(pile, session, partial(_why_new, session))
+        if not self._is_young(folder) and _is_long_empty(folder):
+            pile.add(0, folder.rmdir, partial(_why_filled, folder))
 
     def _logs(self) -> Pile:
         pile = Pile("old logs")
         folder = self._workspace.home.path / "logs"
         for path in sorted(folder.glob("*.log*")) if folder.is_dir() else ():
             if path.name not in LIVE_LOGS:
-                self._add_file(pile, path, "" if is_free(path) else "of what runs in the background")
+                self._add_file(pile, path, partial(_why_written, path))
         return pile
 
-    def _add_folder(self, pile: Pile, folder: Path, keep_because: str = "") -> None:
-        reason = keep_because or (self._too_young if self._is_young(folder) else "")
-        pile.add(_size_of(folder), partial(shutil.rmtree, folder), reason)
+    def _add_folder(
+        self, pile: Pile, folder: Path, why_kept: Why = lambda: "", remove: Callable[[], None] | None = None
+    ) -> None:
+        remove = remove or partial(shutil.rmtree, folder)
+        pile.add(_size_of(folder), remove, lambda: why_kept() or self._why_young(folder))
 
-    def _add_file(self, pile: Pile, path: Path, keep_because: str = "") -> None:
-        reason = keep_because or (self._too_young if self._is_young(path) else "")
-        pile.add(_size_of_file(path), path.unlink, reason)
+    def _add_file(self, pile: Pile, path: Path, why_kept: Why = lambda: "") -> None:
+        pile.add(_size_of_file(path), path.unlink, lambda: why_kept() or self._why_young(path))
+
+    def _why_young(self, path: Path) -> str:
+        """Empty also for what is gone: somebody else has removed it."""
+        return self._too_young if path.exists() and self._is_young(path) else ""
 
     def _is_young(self, path: Path) -> bool:
         """Whether anything in it was written more recently than asked."""
@@ -294,17 +350,57 @@ def _in_a_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _why_written(log: Path) -> str:
+    return "" if is_free(log) else "of what runs in the background"
+
+
+def _why_new(folder: Path) -> str:
+    return "of the last hour: may be just being made" if _age_s(folder) < BEING_MADE_S else ""
+
+
+def _is_long_empty(folder: Path) -> bool:
+    return _age_s(folder) >= BEING_MADE_S and not any(folder.iterdir())
+
+
+def _why_filled(folder: Path) -> str:
+    return "" if _is_long_empty(folder) else "in use again"
+
+
 def _remove_drained(folder: Path) -> None:
-    if (journal := Journal.adopt(folder)) is not None:  # nobody can be writing into it now
+    with _adopted(folder):  # its own end removes it
+        pass
+    if folder.exists():
+        raise StillNeeded("with points that came up meanwhile")
+
+
+def _remove_waiting(folder: Path) -> None:
+    with _adopted(folder):
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _adopted(folder: Path) -> Iterator[None]:
+    """Nobody can write into the journal, or out of it, until the block ends. Raises StillNeeded where somebody does."""
+    journal = Journal.adopt(folder)
+    if journal is None:
+        folder.stat()  # raises FileNotFoundError: another recorder was faster and has drained it
+        raise StillNeeded("of a recorder that has come up meanwhile")
+    try:
+        yield
+    finally:
         journal.close()
 
 
-def _run_folders(locations: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """(run id, or its beginning, folder) below the experiments' local folders."""
+def _run_folders(locations: Iterable[Location]) -> Iterator[tuple[Path, int | None]]:
+    """(folder, the sweep's id) of every run below the experiments' local folders."""
     for location in locations:
-        folder = local_folder(location)
-        for path in _folders(folder, RUN_FOLDER) if folder else ():
-            yield path.name.removesuffix("-checkpoints"), path
+        for path in _folders(local_folder(location.uri), RUN_FOLDER):
+            yield path, location.sweep_id
+
+
+def _name_of(folder: Path) -> str:
+    """A run's id, or its beginning; an experiment folder's own name."""
+    return folder.name.removesuffix("-checkpoints")
 
 
 def _folders(parent: Path | None, name: re.Pattern[str]) -> list[Path]:

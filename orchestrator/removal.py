@@ -15,16 +15,19 @@ from orchestrator.tracking.runs import Runs
 from orchestrator.workspace import open_workspace
 
 
-def remove_sweep(home: Path | None, name: str, purge: bool) -> str:
+def remove_sweep(home: Path | None, name: str, purge: bool, experiment_id: str | None = None) -> str:
     """Archives or deletes a sweep; its name is free again. Raises NotFound, or AlreadyExists, naming `orch cancel`,
     while it runs.
 
-    An archived one can still be deleted, by the name that archiving gave it.
+    An archived one can still be deleted, by the name that archiving gave it. `experiment_id`: only if it is that of
+    the sweep which has the name by now.
     """
     workspace = open_workspace(home)
     engine = workspace.database.engine("orch rm")
     ledger = Ledger(engine)
     sweep = stored_sweep(ledger, workspace.query, name, archived=purge)
+    if experiment_id is not None and sweep.experiment_id != experiment_id:
+        raise NotFound(f"another sweep is called {name} by now")
     runs = Runs(workspace.database.url, artifact_root(workspace.settings, workspace.home))
     archive_name = f"{name}~{sweep.id}"
     with ledger.hold(sweep.id):  # MLflow first: what fails half-way can be typed again

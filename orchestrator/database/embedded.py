@@ -474,6 +474,7 @@ def _socket_folder(home: Home, placement: Placement) -> Path:
     if placement.uid is not None:
         os.chown(folder, placement.uid, placement.uid, follow_symlinks=False)
     folder.chmod(0o700)
+    os.utime(folder)  # `orch gc` takes an empty one only if it is old
     return folder
 
 

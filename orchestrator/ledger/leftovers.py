@@ -17,28 +17,30 @@ Connection = psycopg.Connection[Any]
 
 # Only what carries our tag. `is_old` is by the database's clock; MLflow's times are milliseconds.
 DELETED_EXPERIMENTS = """
-    select experiment.experiment_id::text, experiment.artifact_location, sweep.name,
+    select experiment.experiment_id::text, experiment.artifact_location, sweep.name, sweep.id,
         sweep.heartbeat_at is not null,
         to_timestamp(experiment.last_update_time / 1000.0) < clock_timestamp() - make_interval(secs => %(older_than_s)s)
     from public.experiments as experiment
     join public.experiment_tags as tag on tag.experiment_id = experiment.experiment_id and tag.key = 'orch.sweep'
     left join orch_ledger.sweeps as sweep on sweep.experiment_id = experiment.experiment_id::text
     where experiment.lifecycle_stage = 'deleted'
+        and (%(id)s::text is null or experiment.experiment_id::text = %(id)s)
     order by experiment.experiment_id
 """
 
 ARCHIVED_SWEEPS = """
-    select sweep.experiment_id, experiment.artifact_location, sweep.name,
+    select sweep.experiment_id, experiment.artifact_location, sweep.name, sweep.id,
         sweep.heartbeat_at is not null,
         sweep.archived_at < clock_timestamp() - make_interval(secs => %(older_than_s)s)
     from orch_ledger.sweeps as sweep
     left join public.experiments as experiment on experiment.experiment_id::text = sweep.experiment_id
     where sweep.archived_at is not null and coalesce(experiment.lifecycle_stage, '') <> 'deleted'
+        and (%(id)s::text is null or sweep.experiment_id = %(id)s)
     order by sweep.id
 """
 
 DELETED_RUNS = """
-    select run.run_uuid, run.artifact_uri, null,
+    select run.run_uuid, run.artifact_uri, sweep.name, sweep.id,
         sweep.heartbeat_at is not null,
         to_timestamp(run.deleted_time / 1000.0) < clock_timestamp() - make_interval(secs => %(older_than_s)s)
     from public.runs as run
@@ -47,20 +49,23 @@ DELETED_RUNS = """
     left join orch_ledger.trials as trial on trial.run_id = run.run_uuid
     left join orch_ledger.sweeps as sweep on sweep.id = trial.sweep_id
     where run.lifecycle_stage = 'deleted' and experiment.lifecycle_stage = 'active'
+        and (%(id)s::text is null or run.run_uuid = %(id)s)
     order by run.run_uuid
 """
 
 STATES = """
-    select trial.state, run.artifact_uri, coalesce((sweep.spec ->> 'keep_checkpoints')::boolean, false)
+    select trial.id, sweep.id, trial.state, run.artifact_uri,
+        coalesce((sweep.spec ->> 'keep_checkpoints')::boolean, false)
     from orch_ledger.trials as trial
     join orch_ledger.sweeps as sweep on sweep.id = trial.sweep_id
     join public.runs as run on run.run_uuid = trial.run_id
-    where trial.state <> all(%s) and sweep.heartbeat_at is null
+    where trial.state <> all(%(unfinished)s) and sweep.heartbeat_at is null
+        and (%(trial_id)s::bigint is null or trial.id = %(trial_id)s)
     order by trial.id
 """
 
 OUR_LOCATIONS = """
-    select experiment.artifact_location, sweep.heartbeat_at is not null
+    select experiment.artifact_location, sweep.id, sweep.heartbeat_at is not null
     from public.experiments as experiment
     join public.experiment_tags as tag on tag.experiment_id = experiment.experiment_id and tag.key = 'orch.sweep'
     left join orch_ledger.sweeps as sweep on sweep.experiment_id = experiment.experiment_id::text
@@ -92,6 +97,9 @@ ABANDONED = """
     order by sweep.id
 """
 
+# Whoever takes the sweep waits for this row; where somebody is just taking it, this waits, and then finds none.
+LOCK_UNDRIVEN = "select from orch_ledger.sweeps where id = %s and heartbeat_at is null for no key update"
+
 FORGET_RUN = "update orch_ledger.trials set run_id = null where run_id = %s"
 
 
@@ -101,28 +109,50 @@ class Leftover(NamedTuple):
     id: str
     artifact_uri: str | None
     sweep: str | None
+    sweep_id: int | None
     is_held: bool  # a command works on it
     is_old: bool
 
 
-def leftovers(connection: Connection, query: str, older_than_s: float) -> list[Leftover]:
-    """The rows of DELETED_EXPERIMENTS, ARCHIVED_SWEEPS or DELETED_RUNS."""
-    rows = connection.execute(query.encode(), {"older_than_s": older_than_s})
-    return [Leftover(one, uri, sweep, held, bool(old)) for one, uri, sweep, held, old in rows]
+class States(NamedTuple):
+    """What a trial that is over has saved, of a sweep that nobody drives."""
+
+    trial_id: int
+    sweep_id: int
+    state: TrialState
+    artifact_uri: str
+    is_kept: bool  # on request
 
 
-def states(connection: Connection) -> list[tuple[TrialState, str, bool]]:
-    """(state, artifact URI, keeps its checkpoints on request) of every trial that is over and whose sweep nobody
-    drives.
-    """
+class Location(NamedTuple):
+    """Where the artifacts of one of our experiments lie, also of a deleted one."""
+
+    uri: str
+    sweep_id: int | None
+    is_held: bool
+
+
+def leftovers(connection: Connection, query: str, older_than_s: float, only: str | None = None) -> list[Leftover]:
+    """The rows of DELETED_EXPERIMENTS, ARCHIVED_SWEEPS or DELETED_RUNS, or the one with the id `only`."""
+    rows = connection.execute(query.encode(), {"older_than_s": older_than_s, "id": only})
+    return [Leftover(one, uri, name, sweep, held, bool(old)) for one, uri, name, sweep, held, old in rows]
+
+
+def states(connection: Connection, trial_id: int | None = None) -> list[States]:
+    """Those of all trials, or of one."""
     unfinished = [state.value for state in TrialState if state.is_unfinished]
-    rows = connection.execute(STATES, (unfinished,))
-    return [(TrialState(state), uri, is_kept) for state, uri, is_kept in rows]
+    rows = connection.execute(STATES, {"unfinished": unfinished, "trial_id": trial_id})
+    return [States(trial, sweep, TrialState(state), uri, is_kept) for trial, sweep, state, uri, is_kept in rows]
 
 
-def our_locations(connection: Connection) -> dict[str, bool]:
-    """Where the artifacts of our experiments lie, deleted ones included -> whether a command works on the sweep."""
-    return {location: held for location, held in connection.execute(OUR_LOCATIONS) if location}
+def our_locations(connection: Connection) -> list[Location]:
+    return [Location(*row) for row in connection.execute(OUR_LOCATIONS) if row[0]]
+
+
+def lock_undriven(connection: Connection, sweep_id: int) -> bool:
+    """Keeps everybody from driving the sweep until the transaction ends. False, and no lock, where somebody does."""
+    connection.execute("set local lock_timeout = '10s'")
+    return connection.execute(LOCK_UNDRIVEN, (sweep_id,)).fetchone() is not None
 
 
 def unknown(connection: Connection, names: Sequence[str]) -> set[str]:

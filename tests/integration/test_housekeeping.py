@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +21,17 @@ import pytest
 from orchestrator import background
 from orchestrator.database import embedded
 from orchestrator.errors import NotFound
-from orchestrator.housekeeping import Pile
+from orchestrator.housekeeping import Housekeeper, Pile, Wishes
+from orchestrator.ledger import Ledger
 from orchestrator.ledger.process import this_process
-from orchestrator.locks import try_lock_folder
+from orchestrator.locks import try_lock, try_lock_folder
+from orchestrator.removal import remove_sweep
 from orchestrator.settings import Home
 from orchestrator.tracking.journal import Journal
+from orchestrator.workspace import Workspace, open_workspace
 from tests.conftest import DatabaseOn, Orch
 
+DEADLINE_S = 30.0
 DAY_S = 86_400
 FATES = """
     workload: orch_lab:Odd
@@ -224,6 +229,126 @@ def test_a_scratch_folder_goes_with_the_process_that_holds_it_whatever_has_its_n
     assert ours != other
     assert not dead.exists()
     shutil.rmtree(ours.parent)
+
+
+class Race:
+    """A look, and then what others do before anything is removed. The sweep is `fates`, of three trials."""
+
+    def __init__(self, untidy: Untidy, patch: pytest.MonkeyPatch) -> None:
+        patch.setenv("ORCH_DATABASE_URL", untidy.url)
+        patch.setenv("XDG_RUNTIME_DIR", str(untidy.runtime))
+        self.untidy = untidy
+        self.workspace: Workspace = open_workspace(untidy.home)
+        self.ledger = Ledger(self.workspace.database.engine("orch-tests"))
+        self.states = make(untidy.runs["failed"].with_name("artifacts-checkpoints") / "step-2.attempt-1")
+        self.orphan = untidy.location / ("d" * 32)
+        make(self.orphan / "artifacts" / "model.bin")
+        os.utime(self.orphan, times=(1, 1))
+
+    def look(self) -> dict[str, Pile]:
+        wishes = Wishes(7.0 * DAY_S, checkpoints=True, foreign_journals=True)
+        return {pile.kind: pile for pile in Housekeeper(self.workspace, self.untidy.home, wishes).piles()}
+
+    @property
+    def deleted_run(self) -> str:
+        [(run_id,)] = self.untidy.ask("select run_id from orch_ledger.trials where sweep_id = 1 and state = 'finished'")
+        return str(run_id)
+
+    def set_run(self, stage: str) -> None:
+        deleted = f"lifecycle_stage = '{stage}', deleted_time = {AGO}"
+        self.untidy.ask(f"update public.runs set {deleted} where run_uuid = '{self.deleted_run}'")
+
+
+@pytest.fixture
+def race(untidy: Untidy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Race]:
+    race = Race(untidy, monkeypatch)
+    yield race
+    race.set_run("active")
+    shutil.rmtree(race.orphan, ignore_errors=True)
+    race.ledger.engine.dispose()
+
+
+def test_nothing_goes_of_a_sweep_that_was_taken_after_the_look(race: Race) -> None:
+    race.set_run("deleted")
+    piles = race.look()
+    with race.ledger.hold(1):
+        for kind in ("runs deleted in MLflow", "artifacts of no run", "checkpoints of trials that are over"):
+            pile = piles[kind]
+            assert pile.things, pile.kind
+            pile.clear()
+            assert not pile.things, pile.kind
+            assert "in use by a command" in pile.kept
+    assert race.states.exists()
+    assert race.orphan.exists()
+    assert race.untidy.runs["finished"].exists()
+
+
+def test_whoever_takes_a_sweep_waits_while_its_states_are_being_removed(
+    race: Race, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worst moment: a resume begins between the last look and the removal."""
+    seen: list[bool] = []
+
+    def resume() -> None:
+        with race.ledger.hold(1):
+            seen.append(race.states.exists())
+
+    resuming, remove = threading.Thread(target=resume), shutil.rmtree
+    waits = "select pid from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"
+
+    def remove_late(folder: Path) -> None:
+        resuming.start()
+        deadline = time.monotonic() + DEADLINE_S
+        while not race.untidy.ask(waits):
+            assert resuming.is_alive(), "it did not wait"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        remove(folder)
+
+    pile = race.look()["checkpoints of trials that are over"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_late)
+        pile.clear()
+    resuming.join(DEADLINE_S)
+    assert seen == [False], "it began when they were gone: at the start, not from half a state"
+    assert len(pile.things) == 1
+
+
+def test_what_changed_after_the_look_stays(race: Race) -> None:
+    untidy = race.untidy
+    race.set_run("deleted")
+    foreign = journal_with_a_point(untidy.home / "journal" / "00000000-0000-4000-8000-000000000001")
+    log = make(untidy.home / "logs" / "quiet.log")
+    piles = race.look()
+    race.set_run("active")  # restored in MLflow's UI
+    untidy.ask("update orch_ledger.trials set state = 'waiting' where sweep_id = 1 and state = 'failed'")
+    untidy.ask(f"update orch_ledger.trials set run_id = '{race.orphan.name}' where sweep_id = 1 and state = 'diverged'")
+    journal, writing = Journal.adopt(foreign), try_lock(log)
+    assert journal is not None
+    assert writing is not None
+    for pile in piles.values():
+        pile.clear()
+    untidy.ask("update orch_ledger.trials set state = 'failed' where sweep_id = 1 and state = 'waiting'")
+    untidy.ask("update orch_ledger.trials set run_id = null where sweep_id = 1 and state = 'diverged'")
+    journal.close()
+    os.close(writing)
+    for kept in (race.states, race.orphan, untidy.runs["finished"], foreign, log):
+        assert kept.exists(), kept
+    reasons = {
+        "runs deleted in MLflow": "restored, or removed, meanwhile",
+        "checkpoints of trials that are over": "of trials that went on meanwhile",
+        "artifacts of no run": "of a run that has come up meanwhile",
+        "journals": "of a recorder that has come up meanwhile",
+        "old logs": "of what runs in the background",
+    }
+    assert {kind: reason for kind, reason in reasons.items() if reason not in piles[kind].kept} == {}
+    shutil.rmtree(foreign.parent)
+    log.unlink()
+
+
+def test_a_name_that_another_sweep_has_by_now_is_not_purged(race: Race) -> None:
+    with pytest.raises(NotFound, match="another sweep is called fates by now"):
+        remove_sweep(race.untidy.home, "fates", purge=True, experiment_id="0")
 
 
 def test_gc_keeps_what_a_command_works_on(untidy: Untidy) -> None:
