@@ -10,7 +10,8 @@ import difflib
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from psycopg import sql
 from psycopg.pq import TransactionStatus
 
 from orchestrator.database.connection import Database
-from orchestrator.errors import DatabaseUnavailable, QueryError
+from orchestrator.errors import DatabaseUnavailable, OrchError, QueryError
 
 STATEMENT_TIMEOUT_S = 60
 LOCK_TIMEOUT_S = 10  # we rebuild views within milliseconds
@@ -31,6 +32,14 @@ SESSION = {  # how a session begins; whoever logs in may change these
     "lock_timeout": f"{LOCK_TIMEOUT_S}s",
     "idle_in_transaction_session_timeout": f"{IDLE_TIMEOUT_S}s",
     "jit": "off",  # compiling takes longer than our queries
+}
+SNAPSHOT = {  # an export may take minutes, and whoever reads it knows nothing of this server's ways of writing
+    **SESSION,
+    "statement_timeout": "0",
+    "TimeZone": "UTC",
+    "DateStyle": "ISO",
+    "extra_float_digits": "1",  # as many as it takes to read back the very number
+    "client_encoding": "UTF8",
 }
 MAX_CONNECTIONS = 20  # of the role, so that it cannot use up the server's
 # What only a superuser may give or take. The role cannot undo it.
@@ -111,28 +120,71 @@ def run_query(reader: Database, query: str, parameters: Sequence[Any] = ()) -> A
     Raises QueryError with PostgreSQL's words, the place and, for unknown names, the nearest ones; DatabaseUnavailable
     when the reader cannot log in.
     """
-    with _connect(reader) as connection:
+    with _connect(reader, SESSION) as connection:
         connection.read_only = True
+        return _answer(reader, connection, query, parameters)
+
+
+class Snapshot:
+    """The database as it was at one moment, for several questions. Ends with the block that made it."""
+
+    def __init__(self, reader: Database, connection: Connection) -> None:
+        self._reader, self._connection = reader, connection
+
+    def query(self, query: str, parameters: Sequence[Any] = ()) -> Answer:
+        """As `run_query`."""
+        return _answer(self._reader, self._connection, query, parameters)
+
+    @contextmanager
+    def copied(self, query: str, parameters: Sequence[Any], options: str) -> Iterator[Iterator[bytes]]:
+        """The rows of a query as COPY writes them with these options, one by one, a header first if asked for.
+
+        No more than a row is held here: PostgreSQL sends each in a message of its own ("always one per row", in its
+        manual under Message Flow, COPY Operations). Raises as `run_query`.
+        """
+        statement = f"copy ({query}) to stdout ({options})"
         try:
-            # The extended protocol takes one statement only: `; commit; ...` cannot follow.
-            cursor = connection.execute(query, parameters or None, prepare=True)
-            rows = cursor.fetchall() if cursor.description else []
-        except UnicodeEncodeError as error:
-            raise QueryError(f"the query is not valid text at character {error.start + 1}") from None
+            with self._connection.cursor().copy(statement.encode(), parameters) as copy:
+                yield map(bytes, copy)
         except psycopg.Error as error:
-            if connection.closed:
-                raise DatabaseUnavailable(f"{reader}: the connection broke ({str(error).strip()})") from None
-            if connection.info.transaction_status is TransactionStatus.ACTIVE:  # the server waits for us to copy
-                connection.close()
-                raise QueryError("COPY is not possible here; write the query itself and choose --format") from None
-            connection.rollback()
-            raise QueryError(_in_words(connection, query, error)) from None
-        return Answer([column.name for column in cursor.description or ()], rows)
+            raise _told(self._reader, self._connection, query, error) from None
 
 
-def _connect(reader: Database) -> Connection:
+@contextmanager
+def snapshot(reader: Database) -> Iterator[Snapshot]:
+    """Opens one for reading as the reader, with no limit of time. Raises DatabaseUnavailable."""
+    with _connect(reader, SNAPSHOT) as connection:
+        connection.read_only = True
+        connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        yield Snapshot(reader, connection)
+
+
+def _answer(reader: Database, connection: Connection, query: str, parameters: Sequence[Any]) -> Answer:
+    try:
+        # The extended protocol takes one statement only: `; commit; ...` cannot follow.
+        cursor = connection.execute(query, parameters or None, prepare=True)
+        rows = cursor.fetchall() if cursor.description else []
+    except UnicodeEncodeError as error:
+        raise QueryError(f"the query is not valid text at character {error.start + 1}") from None
+    except psycopg.Error as error:
+        raise _told(reader, connection, query, error) from None
+    return Answer([column.name for column in cursor.description or ()], rows)
+
+
+def _told(reader: Database, connection: Connection, query: str, error: psycopg.Error) -> OrchError:
+    """What became of a query, for the person who wrote it."""
+    if connection.closed:
+        return DatabaseUnavailable(f"{reader}: the connection broke ({str(error).strip()})")
+    if connection.info.transaction_status is TransactionStatus.ACTIVE:  # the server waits for us to copy
+        connection.close()
+        return QueryError("COPY is not possible here; write the query itself and choose --format")
+    connection.rollback()
+    return QueryError(_in_words(connection, query, error))
+
+
+def _connect(reader: Database, session: Mapping[str, str]) -> Connection:
     # Said again for the session: a given reader (ORCH_READER_URL) has no such settings of its own.
-    options = " ".join(f"-c{name}={value}" for name, value in SESSION.items())
+    options = " ".join(f"-c{name}={value}" for name, value in session.items())
     arguments: dict[str, Any] = {**reader.psycopg_kwargs, "options": options, "application_name": "orch sql"}
     try:
         return psycopg.connect(**arguments)

@@ -183,14 +183,16 @@ def _axis_rows(
     axes: Sequence[str], records: Sequence[Record], metrics: Sequence[str], with_unstable: bool
 ) -> list[list[Any]]:
     values: dict[str, str] = {}
+    alike: dict[str, dict[str, Record]] = {}  # by all that is not of these axes: the trials by their values of them
     for one in records:
         values.setdefault(_at(one, axes), ", ".join(short(one["params"][axis]) for axis in axes))
+        alike.setdefault(_rest(one, axes), {})[_at(one, axes)] = one
     if len(values) < 2:
         return []
     base, *others = values
     rows = []
     for other in others:
-        pairs = _pairs(axes, records, base, other)
+        pairs = [(some[base], some[other]) for some in alike.values() if base in some and other in some]
         sound = [pair for pair in pairs if all(TrialState(one["state"]).is_sound for one in pair)]
         ratios = [_ratio(sound, metric) for metric in metrics]
         sides = [[pair[side] for pair in pairs if TrialState(pair[side]["state"]).is_result] for side in (0, 1)]
@@ -204,15 +206,8 @@ def _at(record: Record, axes: Sequence[str]) -> str:
     return canonical_json([record["params"][axis] for axis in axes])
 
 
-def _pairs(axes: Sequence[str], records: Sequence[Record], base: str, other: str) -> list[tuple[Record, Record]]:
-    def rest(record: Record) -> str:
-        return canonical_json({name: value for name, value in record["params"].items() if name not in axes})
-
-    def chosen(value: str) -> dict[str, Record]:
-        return {rest(one): one for one in records if _at(one, axes) == value}
-
-    left, right = chosen(base), chosen(other)
-    return [(left[key], right[key]) for key in left if key in right]
+def _rest(record: Record, axes: Sequence[str]) -> str:
+    return canonical_json({name: value for name, value in record["params"].items() if name not in axes})
 
 
 def _ratio(pairs: Sequence[tuple[Record, Record]], metric: str) -> str | None:

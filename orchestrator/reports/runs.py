@@ -75,7 +75,8 @@ def best(query: Query, sweep: str, metric: str | None, mode: str | None, scope: 
         return _front(query, facts, scope)
     if metric is not None:
         check_metrics(query, [sweep], [metric])
-    metric, mode = metric or facts.metric, mode or facts.mode
+    metric = metric or facts.metric
+    mode = mode or dict(facts.more_objectives).get(metric, facts.mode)
     ranked = _ranked(query, sweep, metric, mode, scope)
     if not ranked:
         raise NoResult(_why_no_best(query, sweep, metric))

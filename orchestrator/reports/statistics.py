@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, stdev
 
 Z_95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
@@ -14,11 +14,16 @@ def finite(values: Iterable[float | None]) -> list[float]:
 
 
 def mean_and_spread(values: Iterable[float | None]) -> tuple[float | None, float | None]:
-    """Mean and sample standard deviation of the finite values; None where there are too few."""
+    """Mean and sample standard deviation of the finite values; None where there are too few, or no float holds it."""
     numbers = finite(values)
-    if not numbers:
-        return None, None
-    return fmean(numbers), stdev(numbers) if len(numbers) > 1 else None
+    return _held(fmean, numbers, 1), _held(stdev, numbers, 2)
+
+
+def _held(statistic: Callable[[Sequence[float]], float], numbers: Sequence[float], at_least: int) -> float | None:
+    try:
+        return statistic(numbers) if len(numbers) >= at_least else None
+    except OverflowError:  # values about 1e308: a run that has all but diverged
+        return None
 
 
 def wilson(successes: int, n: int) -> tuple[float, float] | None:

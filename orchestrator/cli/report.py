@@ -1,0 +1,38 @@
+"""`orch report`: a sweep's answer as one HTML page, to send to others and to keep."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+
+import click
+
+
+@click.command(name="report")
+@click.argument("sweep")
+@click.option(
+    "-o", "output", metavar="FILE", help="Where to write it (default: SWEEP.html here; - is standard output)."
+)
+@click.option("--metric", "metrics", multiple=True, help="Metrics to show (default: the sweep's own and `show:`).")
+@click.option("--by", help="Axes that make a cell, such as c_z,k (default: the grid axes without seed).")
+@click.pass_context
+def command(ctx: click.Context, sweep: str, output: str | None, metrics: tuple[str, ...], by: str | None) -> None:
+    """Write one HTML page with the answer of SWEEP: comparison, figures, findings, failures, and the file to run again.
+
+    The page needs no orch, no database and no network. It replaces an older report, and no other file.
+    """
+    from orchestrator.reports.page import page
+    from orchestrator.reports.page_file import place_for, write
+    from orchestrator.reports.source import sweep_facts
+    from orchestrator.workspace import open_for_reading
+
+    query = open_for_reading(ctx.obj)
+    name = sweep_facts(query, sweep).name
+    place = None if output == "-" else place_for(Path(output or f"{name}.html"))
+    axes = [axis.strip() for axis in by.split(",")] if by else None
+    text = page(query, name, axes, metrics, dt.datetime.now(dt.UTC))
+    if place is None:
+        click.echo(text.encode(), nl=False)
+        return
+    write(place, text)
+    click.echo(place)
