@@ -56,22 +56,24 @@ def open_backend(
         return
     address = request.address or workspace.settings.ray_address
     token_file = workspace.home.secret_file("ray_token")
-    _refuse_in_vain(spec, address, token_file)
+    _import_ray(None if address else token_file)
+    _refuse_what_ray_would(spec, address)
     beside.start()
     packages = sorted({"orchestrator", "workloads", workload.package})
     with _ray(workspace.home, address, token_file, packages) as (cluster, remark):
         yield _ray_backend(workspace, spec, cluster, remark)
 
 
-def _refuse_in_vain(spec: SweepSpec, address: str | None, token_file: Path) -> None:
-    """Imports ray, with all in the environment that it finds there only then.
-
-    Raises ResourceError for what a Ray that is started or joined would refuse a minute later.
-    """
+def _import_ray(token_file: Path | None) -> None:
+    """Puts into the environment what ray looks for when it is imported, and only then, and imports it."""
     from orchestrator.execution.ray_tune import environment
 
-    environment.prepare(None if address else token_file)
+    environment.prepare(token_file)
     importlib.import_module("orchestrator.execution.ray_tune.driver")
+
+
+def _refuse_what_ray_would(spec: SweepSpec, address: str | None) -> None:
+    """Raises ResourceError for what a Ray that is started or joined would refuse a minute later."""
     from orchestrator.execution.ray_tune.reachable import refuse_more_than_this_machine, refuse_silent_address
 
     if address:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import tarfile
 import tempfile
@@ -114,34 +115,45 @@ class _Hashing:
 
 def back_up(home: Path | None, target: Path, with_artifacts: bool) -> list[str]:
     """Writes the file and returns what to say about it. Raises OrchError, with no file made, where that fails."""
-    if target.exists():
-        raise BackupUnusable(f"{target}  exists already; a backup never overwrites another: choose a new name")
+    if os.path.lexists(target):
+        raise _taken(target)
     workspace = open_workspace(home)
-    part = target.with_name(f"{target.name}.part")
     try:
-        with _private(part) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        with _new_file(target) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
             packer = _Packer(tar)
             manifest, remarks = _pack(workspace, packer, target.absolute().parent, with_artifacts)
             _seal(tar, manifest)
-        os.replace(part, target)
+    except FileExistsError as error:
+        raise _taken(target) from error
     except OSError as error:
         raise BackupUnusable(
             f"{error.filename or target}  {error.strerror or error}; no backup was made, mend that and run it again"
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
     kept = f"{target}  {manifest.contents}, {len(manifest.files)} files, {target.stat().st_size / 1e6:.1f} MB"
     return [kept, *remarks, f"restore it: orch --home NEW_FOLDER restore {target}"]
 
 
+def _taken(target: Path) -> BackupUnusable:
+    return BackupUnusable(f"{target}  exists already, and a backup overwrites nothing; choose a new name")
+
+
 @contextlib.contextmanager
-def _private(path: Path) -> Iterator[IO[bytes]]:
-    """A new file for our eyes only that is on the disk when the block ends."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+def _new_file(target: Path) -> Iterator[IO[bytes]]:
+    """A file for our eyes only, under its name, whole and on the disk, when the block has ended, never otherwise.
+
+    Raises FileExistsError where that name is somebody else's by then.
+    """
+    draft = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o600))  # it is ours now. No hard link: a stick has none
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _pack(workspace: Workspace, packer: _Packer, scratch: Path, with_artifacts: bool) -> tuple[Manifest, list[str]]:

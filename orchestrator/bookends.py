@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # heavy or needing a database: imported where a sweep really 
     from orchestrator.database.borrow import Engine
     from orchestrator.execution.mirroring import Mirroring
     from orchestrator.execution.sweep_run import Observer, SweepRun
-    from orchestrator.ledger.lease import Lease, Unheld
+    from orchestrator.ledger.lease import Lease
     from orchestrator.ledger.rows import SweepRow, TrialRow
     from orchestrator.ledger.store import Ledger
     from orchestrator.tracking.recorder import Remainder
@@ -37,30 +37,31 @@ def open_run(
     observer: Observer,
     backend: Backend,
     refresh_views: Callable[[bool], None],
-    lease: Lease | Unheld | None = None,
-    mirroring: Mirroring | None = None,
-    again: Sequence[int] = (),
-    revive_database: Callable[[], None] = lambda: None,
+    lease: Lease,
+    mirroring: Mirroring,
+    again: Sequence[int],
+    revive_database: Callable[[], None],
+    broken: Callable[[str], None],
 ) -> SweepRun:
     """Frees what a dead command left running, and the trials of the numbers `again`; adopts runs without a trial, and
     expands the search as far as it goes.
     """
     from orchestrator.execution.opening import Opening
     from orchestrator.execution.sweep_run import SweepRun
-    from orchestrator.ledger.lease import Unheld
     from orchestrator.ledger.models import SweepState
     from orchestrator.tracking.facts import system_facts
 
     released = _released(ledger, runs, sweep, again)
     _adopt_runs(ledger, runs, sweep)
     run = SweepRun(
-        Opening(sweep, spec, workload, ledger, runs, backend.device, system_facts(workload.package)),
-        make_searcher(with_kept_points(spec, [row.params for row in ledger.trials(sweep.id)])),
-        observer,
-        refresh_views,
-        lease or Unheld(),
-        mirroring,
-        revive_database,
+        opening=Opening(sweep, spec, workload, ledger, runs, backend.device, run_tags=system_facts(workload.package)),
+        searcher=make_searcher(with_kept_points(spec, [row.params for row in ledger.trials(sweep.id)])),
+        observer=observer,
+        refresh_views=refresh_views,
+        lease=lease,
+        mirroring=mirroring,
+        revive_database=revive_database,
+        broken=broken,
     )
     if line := where_it_goes_on(run, released):
         observer.said(line)
@@ -113,11 +114,11 @@ def settle(ledger: Ledger, sweep: SweepRow, run: SweepRun, remainders: Sequence[
     from orchestrator.ledger.models import SweepState
 
     run.refresh_views(True)
-    if run.cancelled and run.is_left:
+    if run.cancelled and run.trials.is_left:
         ledger.set_sweep_state(sweep.id, SweepState.CANCELLED)
         return 1
     if run.interrupted and not run.cancelled:  # one that came too late to stop anything leaves nothing to go on with
-        ledger.set_sweep_state(sweep.id, SweepState.INTERRUPTED if run.is_left else SweepState.FINISHED)
+        ledger.set_sweep_state(sweep.id, SweepState.INTERRUPTED if run.trials.is_left else SweepState.FINISHED)
         return INTERRUPTED
     if run.abort_reason:
         ledger.set_sweep_state(sweep.id, SweepState.FAILED)

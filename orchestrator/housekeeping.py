@@ -60,20 +60,33 @@ class StillNeeded(OrchError):
     """Something was of no use when it was looked at, and is by now."""
 
 
+@dataclass(frozen=True)
+class Thing:
+    """What nobody needs, as far as one saw."""
+
+    num_bytes: int
+    remove: Callable[[], None]
+    why_kept: Why
+
+
+def _needless() -> str:
+    return ""
+
+
 @dataclass
 class Pile:
     """Things of one kind. `kept` counts, by reason, those that look alike and stay."""
 
     kind: str
-    things: list[tuple[int, Callable[[], None], Why]] = field(default_factory=list)  # bytes, what removes it
+    things: list[Thing] = field(default_factory=list)
     kept: dict[str, tuple[int, int]] = field(default_factory=dict)  # number, bytes
 
-    def add(self, num_bytes: int, remove: Callable[[], None], why_kept: Why = lambda: "") -> None:
+    def add(self, num_bytes: int, remove: Callable[[], None], why_kept: Why = _needless) -> None:
         """`why_kept` is asked now, and again before the thing is removed."""
         if reason := why_kept():
             self.keep(reason, num_bytes)
         else:
-            self.things.append((num_bytes, remove, why_kept))
+            self.things.append(Thing(num_bytes, remove, why_kept))
 
     def keep(self, reason: str, num_bytes: int) -> None:
         number, before = self.kept.get(reason, (0, 0))
@@ -82,20 +95,20 @@ class Pile:
     def clear(self) -> None:
         """Removes the things. One that cannot be removed counts as kept, for the reason, and holds up no other."""
         done = []
-        for num_bytes, remove, why_kept in self.things:
+        for thing in self.things:
             try:
-                if reason := why_kept():
+                if reason := thing.why_kept():
                     raise StillNeeded(reason)
                 with contextlib.suppress(FileNotFoundError):  # somebody was faster: it is gone all the same
-                    remove()
+                    thing.remove()
             except Exception as error:
-                self.keep(_in_a_line(error), num_bytes)
+                self.keep(_in_a_line(error), thing.num_bytes)
             else:
-                done.append((num_bytes, remove, why_kept))
+                done.append(thing)
         self.things = done
 
     def line(self, dry_run: bool) -> tuple[str, int, str, str, str]:
-        num_bytes = sum(size for size, *_ in self.things)
+        num_bytes = sum(thing.num_bytes for thing in self.things)
         kept = "; ".join(f"{number} ({_size(size)}) {reason}" for reason, (number, size) in self.kept.items())
         return self.kind, len(self.things), _size(num_bytes), "would go" if dry_run else "removed", kept
 
@@ -228,7 +241,10 @@ class Housekeeper:
         for folder, sweep_id in of_runs:
             self._add_folder(pile, folder, remove=partial(self._remove_orphan, folder, sweep_id))
         for folder in of_sweeps:
-            self._add_folder(pile, folder, lambda: self._why_not_ours, partial(self._remove_orphan, folder, None))
+            if self._has_root_alone:
+                self._add_folder(pile, folder, remove=partial(self._remove_orphan, folder, None))
+            else:
+                pile.keep("may belong to another database", _size_of(folder))
         return pile
 
     def _remove_orphan(self, folder: Path, sweep_id: int | None) -> None:
@@ -238,10 +254,9 @@ class Housekeeper:
             shutil.rmtree(folder)
 
     @property
-    def _why_not_ours(self) -> str:
+    def _has_root_alone(self) -> bool:
         """Below `.orch` an embedded database has its artifacts alone; elsewhere several databases may share a root."""
-        has_root_alone = self._workspace.is_embedded and self._workspace.settings.artifact_root is None
-        return "" if has_root_alone else "may belong to another database"
+        return self._workspace.is_embedded and self._workspace.settings.artifact_root is None
 
     def _states(self, found: Iterable[States]) -> Pile:
         pile = Pile("checkpoints of trials that are over")
@@ -293,9 +308,10 @@ class Housekeeper:
             pile.add(0, partial(_remove_drained, folder))
         elif is_ours:
             pile.keep("with points for this database: the next sweep writes them", waiting)
+        elif self._wishes.foreign_journals:
+            pile.add(waiting, partial(_remove_waiting, folder))
         else:
-            reason = "" if self._wishes.foreign_journals else "with points for another database; --foreign-journals"
-            pile.add(waiting, partial(_remove_waiting, folder), lambda: reason)
+            pile.keep("with points for another database; --foreign-journals", waiting)
 
     def _rejected_rows(self) -> Pile:
         pile = Pile("rows that the database refused")
@@ -329,12 +345,12 @@ class Housekeeper:
         return pile
 
     def _add_folder(
-        self, pile: Pile, folder: Path, why_kept: Why = lambda: "", remove: Callable[[], None] | None = None
+        self, pile: Pile, folder: Path, why_kept: Why = _needless, remove: Callable[[], None] | None = None
     ) -> None:
         remove = remove or partial(shutil.rmtree, folder)
         pile.add(_size_of(folder), remove, lambda: why_kept() or self._why_young(folder))
 
-    def _add_file(self, pile: Pile, path: Path, why_kept: Why = lambda: "") -> None:
+    def _add_file(self, pile: Pile, path: Path, why_kept: Why = _needless) -> None:
         pile.add(_size_of_file(path), path.unlink, lambda: why_kept() or self._why_young(path))
 
     def _why_young(self, path: Path) -> str:

@@ -234,8 +234,8 @@ def _drive(
             mirroring=mirroring,
             again=task.again.chosen(sweep.name, ledger.trials(sweep.id)),
             revive_database=task.workspace.revive_database,
+            broken=functools.partial(_end_broken, lease, sweep.name),
         )
-        run.broken = functools.partial(_end_broken, lease, sweep.name)
         signals.arm(run.interrupt)
         task.observer.opened(run, max(plan_count(task.spec), len(run.trials)), backend.num_workers)
         if backend.remark:

@@ -40,6 +40,14 @@ COMMANDS = {
     "restore": "Fill an empty workspace from a backup.",
 }
 
+UNWRITTEN = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+}  # of a disk; a write that fails so may know no file's name
+
 
 class LazyCommands(click.Group):
     """Knows every command's name and one line of help without importing any of them."""
@@ -84,6 +92,7 @@ def cli(ctx: click.Context, home: Path | None) -> None:
 def main() -> None:
     """The console script: maps errors of the user's making to one block of text and the documented exit codes."""
     from orchestrator.errors import OrchError
+    from orchestrator.masking import mask
     from orchestrator.signals import interruptible
     from orchestrator.trial import shown
 
@@ -105,9 +114,10 @@ def main() -> None:
         sys.stderr.close()
         code = 0
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in UNWRITTEN:
             raise
-        click.echo(f"no space left on the device of {error.filename or 'standard output'}", err=True)
+        what = error.filename or "standard output"
+        click.echo(shown(mask(f"{what}: {error.strerror}; mend that and run it again")), err=True)
         code = 1
     except Exception as error:  # the database went away between two of our questions
         from orchestrator.database.connection import is_away, why_away

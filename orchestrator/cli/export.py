@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import click
 
+from orchestrator.cli.output import standard_output
 from orchestrator.reports.export import FORMS, WHAT, Exported, Form, export, whole_file
 from orchestrator.reports.table import counted
 
@@ -59,11 +60,12 @@ def command(ctx: click.Context, sweep: str, target: str, what: str, chosen: str 
 
 
 def _to_standard_output(moment: Snapshot, sweep: str, what: str, form: Form) -> Exported:
-    out = sys.stdout.buffer
     if form != "parquet":
-        return export(moment, sweep, what, form, out)
+        with standard_output() as out:
+            return export(moment, sweep, what, form, out)
     with tempfile.TemporaryFile() as file:  # whatever breaks off, Parquet's writer ends with a valid file
         exported = export(moment, sweep, what, form, cast(BinaryIO, file))
         file.seek(0)
-        shutil.copyfileobj(file, out)
+        with standard_output() as out:
+            shutil.copyfileobj(file, out)
     return exported

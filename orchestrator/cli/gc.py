@@ -8,6 +8,8 @@ import click
 
 from orchestrator.cli.output import print_table
 
+MAX_AGE_DAYS = 36_500  # PostgreSQL has no times before 4713 BC
+
 
 def _seconds(ctx: click.Context, option: click.Parameter, text: str) -> float:
     from orchestrator.spec.document import Node
@@ -17,9 +19,12 @@ def _seconds(ctx: click.Context, option: click.Parameter, text: str) -> float:
         return 0.0  # keep nothing for its youth: a duration elsewhere is never 0
     try:
         is_number = re.fullmatch(r"[0-9]+(\.[0-9]+)?", text.strip())
-        return duration_s(Node(float(text) if is_number else text, option.name or "", text))
+        age_s = duration_s(Node(float(text) if is_number else text, option.name or "", text))
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+    if age_s > MAX_AGE_DAYS * 86_400:
+        raise click.BadParameter(f"{text}: nothing here is that old; write at most {MAX_AGE_DAYS}d")
+    return age_s
 
 
 @click.command(name="gc")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
 
 import click
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from orchestrator.errors import PlaceUnusable
 from orchestrator.reports.table import Format, Table, as_csv, as_json, short
 from orchestrator.spec.domains import is_number
 from orchestrator.trial import shown
@@ -17,6 +21,20 @@ PIPE_WIDTH = 100_000  # columns when the output is not a terminal: nothing may b
 format_option = click.option(
     "--format", "fmt", type=click.Choice(["table", "csv", "json"]), default="table", help="How to print."
 )
+
+
+@contextmanager
+def standard_output() -> Iterator[BinaryIO]:
+    """Standard output for bytes. What was written is there when the block has ended; an OSError says that it is not.
+
+    `sys.stdout.buffer` promises neither: unbuffered (PYTHONUNBUFFERED) it may write a part, else it may fail at exit.
+    Raises PlaceUnusable where it is closed.
+    """
+    if sys.stdout is None:  # closed; its number may be that of our connection now
+        raise PlaceUnusable("-o -  standard output is closed; name a file")
+    sys.stdout.flush()
+    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+        yield out
 
 
 def console() -> Console:

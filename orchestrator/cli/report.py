@@ -21,8 +21,10 @@ def command(ctx: click.Context, sweep: str, output: str | None, metrics: tuple[s
 
     The page needs no orch, no database and no network. It replaces an older report, and no other file.
     """
+    from orchestrator.cli.output import standard_output
+    from orchestrator.reports.export import whole_file
     from orchestrator.reports.page import page
-    from orchestrator.reports.page_file import place_for, write
+    from orchestrator.reports.page_file import place_for
     from orchestrator.reports.source import sweep_facts
     from orchestrator.workspace import open_for_reading
 
@@ -31,8 +33,7 @@ def command(ctx: click.Context, sweep: str, output: str | None, metrics: tuple[s
     place = None if output == "-" else place_for(Path(output or f"{name}.html"))
     axes = [axis.strip() for axis in by.split(",")] if by else None
     text = page(query, name, axes, metrics, dt.datetime.now(dt.UTC))
-    if place is None:
-        click.echo(text.encode(), nl=False)
-        return
-    write(place, text)
-    click.echo(place)
+    with standard_output() if place is None else whole_file(place) as file:
+        file.write(text.encode())
+    if place is not None:
+        click.echo(place)

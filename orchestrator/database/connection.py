@@ -27,6 +27,7 @@ from orchestrator.settings import LIVENESS, Home, Settings
 OLDEST_VERSION = 15
 CONNECT_TIMEOUT_S = 10
 SEARCH_PATH = "-csearch_path=public"
+READABLE = {"DateStyle": "ISO", "IntervalStyle": "postgres"}  # all psycopg reads, whatever is set there
 SCHEMES = ("postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg2")
 PASSWORD_OF_URL = (  # in single quotes for a shell
     "'import os, urllib.parse as u; print(u.unquote(u.urlsplit(os.environ[\"ORCH_DATABASE_URL\"]).password))'"
@@ -111,7 +112,8 @@ class Database:
     def psycopg_kwargs(self) -> dict[str, Any]:
         """Arguments of `psycopg.connect`, secrets included."""
         defaults = {"connect_timeout": str(CONNECT_TIMEOUT_S), **LIVENESS}
-        return {**defaults, **dict(self.parameters), "options": self._options}
+        options = [self._options, *(f"-c{name}={value}" for name, value in READABLE.items())]
+        return {**defaults, **dict(self.parameters), "options": " ".join(options)}
 
     def psql_line(self, masked: bool = True, password_file: Path | None = None, program: str = "psql") -> str:
         """A command line for a shell. Masked, psql asks for the password or takes it from `password_file`."""

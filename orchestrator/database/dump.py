@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,7 +50,7 @@ def programs(server_version: int) -> Path:
 def snapshot(database: Database) -> Iterator[tuple[Connection, str]]:
     """A connection that sees one moment of the database until the block ends, and that moment's name for `dump`."""
     try:
-        with database.connect("orch backup") as connection:
+        with closing(database.connect("orch backup")) as connection:  # with no word on a rollback when it broke
             connection.execute("set transaction isolation level repeatable read, read only")
             row = connection.execute("select pg_export_snapshot()").fetchone()
             assert row is not None
@@ -82,7 +82,9 @@ def dump(database: Database, connection: Connection, moment: str, target: Path) 
         command, stdin=subprocess.DEVNULL, capture_output=True, check=False, env=_with_password(database)
     )
     if done.returncode:
-        raise DatabaseUnavailable(f"{database}: pg_dump failed: {_last_line(done.stderr)}")
+        raise DatabaseUnavailable(
+            f"{database}: pg_dump failed ({_reason(done.stderr)}); no backup was made, mend that and run it again"
+        )
 
 
 def load(database: Database, source: Path, afterwards: str) -> None:
@@ -139,6 +141,13 @@ def _version_of(program: Path) -> int:
         return 0
     match = re.search(r"\) (\d+)", done.stdout)
     return int(match[1]) if match else 0
+
+
+def _reason(said: bytes) -> str:
+    """Why pg_dump gave up: the server's words rather than its own, and never the statement that it ends with."""
+    lines = said.decode(errors="replace").splitlines()
+    marks = ("Error message from server: ", "error: ")
+    return next((line.partition(mark)[2] for mark in marks for line in lines if mark in line), _last_line(said))
 
 
 def _last_line(said: bytes) -> str:

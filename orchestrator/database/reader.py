@@ -19,7 +19,7 @@ import psycopg
 from psycopg import sql
 from psycopg.pq import TransactionStatus
 
-from orchestrator.database.connection import Database
+from orchestrator.database.connection import READABLE, Database
 from orchestrator.errors import DatabaseUnavailable, OrchError, QueryError
 
 STATEMENT_TIMEOUT_S = 60
@@ -32,12 +32,12 @@ SESSION = {  # how a session begins; whoever logs in may change these
     "lock_timeout": f"{LOCK_TIMEOUT_S}s",
     "idle_in_transaction_session_timeout": f"{IDLE_TIMEOUT_S}s",
     "jit": "off",  # compiling takes longer than our queries
+    **READABLE,  # not the time zone: times are shown in the database's
 }
 SNAPSHOT = {  # an export may take minutes, and whoever reads it knows nothing of this server's ways of writing
     **SESSION,
     "statement_timeout": "0",
     "TimeZone": "UTC",
-    "DateStyle": "ISO",
     "extra_float_digits": "1",  # as many as it takes to read back the very number
     "client_encoding": "UTF8",
 }
@@ -190,7 +190,10 @@ def _connect(reader: Database, session: Mapping[str, str]) -> Connection:
         return psycopg.connect(**arguments)
     except psycopg.OperationalError as error:
         reason = str(error).strip().splitlines()[-1]
-        raise DatabaseUnavailable(f"{reader}: orch sql cannot log in ({reason})") from None
+        raise DatabaseUnavailable(
+            f"{reader}: the views cannot be read, since their reader cannot log in ({reason}); "
+            "see that the server runs, and that ORCH_READER_URL is right if you set it, and try again"
+        ) from None
 
 
 def _is_ready(connection: Connection, login: Login) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from orchestrator.database.connection import is_away
-from orchestrator.errors import AlreadyExists, DatabaseLost, ResourceError, SpecError
+from orchestrator.errors import AlreadyExists, DatabaseLost, SpecError
 from orchestrator.execution.claims import Claims
 from orchestrator.execution.endings import Endings, tidy
 from orchestrator.execution.failures import Aftermath, Repeat, explained
@@ -22,7 +22,7 @@ from orchestrator.execution.patience import Patience
 from orchestrator.execution.population import disband
 from orchestrator.execution.time_budget import TimeBudget
 from orchestrator.execution.trials import Trials
-from orchestrator.ledger.lease import Lease, Unheld
+from orchestrator.ledger.lease import Lease
 from orchestrator.ledger.models import Wish
 from orchestrator.ledger.rows import TrialRow
 from orchestrator.masking import hide
@@ -62,10 +62,12 @@ class SweepRun:
         searcher: Searcher,
         observer: Observer,
         refresh_views: Callable[[bool], None],
-        lease: Lease | Unheld,
-        mirroring: Mirroring | None = None,
-        revive_database: Callable[[], None] = lambda: None,
+        lease: Lease,
+        mirroring: Mirroring,
+        revive_database: Callable[[], None],
+        broken: Callable[[str], None],
     ) -> None:
+        """`broken`, told why, ends the command without a word more to the backend."""
         self.opening, self.observer, self._lease = opening, observer, lease
         self.sweep, self.spec, self.ledger, self.runs = opening.sweep, opening.spec, opening.ledger, opening.runs
         self.refresh_views, self._mirroring = refresh_views, mirroring
@@ -74,7 +76,7 @@ class SweepRun:
         self.overdue = False  # what still runs although it was told to stop has had its time
         self.cancelled = False  # by `orch cancel`, from wherever
         self.lost_to: AlreadyExists | None = None  # another command drives this sweep now
-        self.broken: Callable[[str], None] = _raise_broken  # ends the command without a word more to the backend
+        self.broken = broken
         self._said_stopping = False
         self._trouble = ""  # of the recorders with the database
         self._said_disk = False  # that a journal cannot be written
@@ -90,11 +92,7 @@ class SweepRun:
         self._aftermath = Aftermath(self.sweep.name, self.spec, self.trials)
         self._news = News(self.ledger, self.sweep.id)
 
-    # What the command reads and asks
-
-    @property
-    def is_left(self) -> bool:
-        return self.trials.is_left
+    # What the command asks
 
     @property
     def running(self) -> list[int]:
@@ -222,8 +220,7 @@ class SweepRun:
             self._lease.check()
             self.time.look()
             self.refresh_views(False)
-            if self._mirroring is not None:
-                self._mirroring.tick(self.trials.history)
+            self._mirroring.tick(self.trials.history)
             if self._news.is_due():
                 self._tell_news()
         except AlreadyExists as error:
@@ -268,7 +265,3 @@ class SweepRun:
         counts = self.ledger.count_messages(self.sweep.id, UNREAD_FIELD)
         finished = [row.params for row in self.trials.values() if row.state is TrialState.FINISHED]
         return never_read(self.spec, counts, finished)
-
-
-def _raise_broken(why: str) -> None:
-    raise ResourceError(why)

@@ -235,17 +235,6 @@ def no_runs(connection: psycopg.Connection[Any], run_ids: Sequence[str], state: 
     """For a database whose trials have no runs in MLflow."""
 
 
-class Unheld:
-    """Stands for a lease where nobody else can drive the sweep."""
-
-    wanted = Wish.NONE
-    trouble = ""
-
-    def check(self) -> None: ...
-
-    def renew(self) -> None: ...
-
-
 class Lease:
     """A driver's proof that it is the only one, renewed by a thread.
 

@@ -7,7 +7,8 @@ import stat
 import textwrap
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import pytest
 
 from orchestrator import backup
 from orchestrator.database.connection import Database
-from orchestrator.database.dump import programs
+from orchestrator.database.dump import _reason, programs
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.settings import Settings, remote_journal_folder
 from orchestrator.tracking.journal import Journal
 from orchestrator.tracking.records import Points, to_json
-from tests.conftest import DatabaseOn, Orch
+from tests.conftest import DatabaseOn, Done, Orch
 
 WORKLOAD = """
     import time
@@ -149,6 +150,69 @@ def test_a_backup_is_for_its_owners_eyes_and_never_takes_anothers_place(source: 
     assert source.file.read_bytes() == before
     password = dict(Database.from_url(source.url).parameters)["password"]
     assert password.encode() not in before
+
+
+@contextmanager
+def half_way(source: Source, file: Path) -> Iterator[Future[Done]]:
+    """A backup, to be refused, that comes no further than its pg_dump until the block ends."""
+    waits = "application_name = 'pg_dump' and wait_event_type = 'Lock' and datname = current_database()"
+    with ThreadPoolExecutor(1) as beside:
+        with psycopg.connect(source.url) as connection:
+            connection.execute("lock table public.metrics in access exclusive mode")
+            running = beside.submit(source.orch, "backup", file, expect=2)
+            while ask(source.url, f"select count(*) from pg_stat_activity where {waits}") == [(0,)]:
+                assert not running.done(), running.result()
+                time.sleep(0.01)
+            yield running
+
+
+def test_a_backup_neither_replaces_nor_removes_what_somebody_made_while_it_ran(source: Source, tmp_path: Path) -> None:
+    mine = {name: f"my {name}" for name in ("b.tar", "b.tar.part")}
+    with half_way(source, tmp_path / "b.tar") as running:
+        for name, text in mine.items():
+            (tmp_path / name).write_text(text)
+    refusal = "exists already, and a backup overwrites nothing; choose a new name"
+    assert running.result().err == f"{tmp_path / 'b.tar'}  {refusal}\n"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == mine
+
+
+def test_of_two_backups_to_one_name_the_first_that_is_whole_stays(tmp_path: Path) -> None:
+    target = tmp_path / "b.tar"
+    with ExitStack() as slower:
+        slower.enter_context(backup._new_file(target)).write(b"slower")
+        with backup._new_file(target) as faster:
+            faster.write(b"faster")
+        with pytest.raises(FileExistsError):
+            slower.close()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"b.tar": b"faster"}
+
+
+def test_a_database_that_goes_away_under_a_backup_is_told_in_one_line(source: Source, tmp_path: Path) -> None:
+    ours = "application_name in ('pg_dump', 'orch backup') and datname = current_database()"
+    with half_way(source, tmp_path / "b.tar") as running:
+        ask(source.url, f"select pg_terminate_backend(pid) from pg_stat_activity where {ours}")
+        said = running.result().err
+    assert "terminating connection due to administrator command" in said
+    assert said.endswith("no backup was made, mend that and run it again\n")
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_server_said_is_the_reason_and_not_the_statement_with_which_pg_dump_ends() -> None:
+    said = b"""
+pg_dump: error: Dumping the contents of table "metrics" failed: PQgetCopyData() failed.
+pg_dump: detail: Error message from server: server closed the connection unexpectedly
+\tThis probably means the server terminated abnormally
+pg_dump: detail: Command was: COPY public.metrics (key, value) TO stdout;
+"""
+    assert _reason(said) == "server closed the connection unexpectedly"
+
+
+def test_a_name_that_no_file_can_have_is_told(source: Source, tmp_path: Path) -> None:
+    file = tmp_path / ("b" * 253)
+    refusal = source.orch("backup", file, expect=2).err
+    assert refusal.startswith(str(file))
+    assert refusal.endswith("  File name too long; no backup was made, mend that and run it again\n")
 
 
 @pytest.mark.parametrize("damage", ["first half", "last block", "a bit of the dump", "a bit of the manifest", "text"])

@@ -9,7 +9,10 @@ import math
 import os
 import resource
 import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,10 +20,9 @@ from typing import Any
 
 import pandas
 import pytest
-from click.testing import CliRunner
 from pyarrow import parquet
 
-from orchestrator.cli.export import command
+from orchestrator.cli import export as export_command
 from orchestrator.database import view_catalog
 from orchestrator.database.reader import snapshot
 from orchestrator.errors import NotFound, PlaceUnusable
@@ -222,12 +224,24 @@ def sweep_id(fates: Fates) -> int:
 # The file
 
 
-def test_standard_output_takes_every_form(fates: Fates, home: Home) -> None:
+def test_standard_output_takes_every_form(fates: Fates, home: Home, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     said = fates.orch("export", fates.name, "-o", "-", "--format", "csv")
     assert said.out.encode() == fates.exported("runs", "csv")
     words = ["-o", "-", "--what", "findings", "--format", "parquet"]
-    done = CliRunner().invoke(command, [fates.name, *words], obj=home.path)
-    assert parquet.read_table(io.BytesIO(done.stdout_bytes)).num_rows == 0
+    export_command.command.main([fates.name, *words], standalone_mode=False, obj=home.path)
+    assert parquet.read_table(io.BytesIO(capfdbinary.readouterr().out)).num_rows == 0
+
+
+def test_half_an_export_on_standard_output_is_no_success(
+    fates: Fates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fates.exported("runs", "csv")
+    with (tmp_path / "out").open("wb", buffering=0) as raw, snapshot(fates.workspace.reader_database) as moment:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, write_through=True))  # as PYTHONUNBUFFERED makes it
+        with pytest.raises(OSError, match="File too large"), files_of_at_most(len(whole) - 1):
+            export_command._to_standard_output(moment, fates.name, "runs", "csv")
+        monkeypatch.undo()
+    assert (tmp_path / "out").stat().st_size == len(whole) - 1
 
 
 @pytest.mark.parametrize(
@@ -240,6 +254,13 @@ def test_standard_output_takes_every_form(fates: Fates, home: Home) -> None:
 )
 def test_a_file_that_cannot_be_is_refused_at_once(fates: Fates, arguments: list[str], said: str) -> None:
     assert said in fates.orch("export", fates.name, *arguments, expect=2).err
+
+
+def test_links_that_lead_in_a_circle_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.symlink_to(path)
+    with pytest.raises(PlaceUnusable, match="cannot be written: its links lead in a circle"), whole_file(path):
+        pass
 
 
 def test_what_breaks_off_leaves_the_older_file(tmp_path: Path) -> None:
@@ -256,14 +277,20 @@ def test_what_breaks_off_leaves_the_older_file(tmp_path: Path) -> None:
 
 
 def write_too_much(path: Path) -> None:
+    with whole_file(path) as file, files_of_at_most(100_000):
+        file.write(bytes(1_000_000))
+        file.flush()
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As on a full disk, for this process alone."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with whole_file(path) as file:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # a full disk, for this process alone
-        try:
-            file.write(bytes(1_000_000))
-            file.flush()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_killed_export_leaves_the_older_file_and_no_litter(fates: Fates, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +18,7 @@ import pytest
 
 from orchestrator.database import connection as connection_module
 from orchestrator.database.connection import Database, check, open_database
+from orchestrator.database.reader import run_query
 from orchestrator.database.schema import SCHEMA_LOCK, Connection, advisory_lock, prepare
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.settings import Home, Settings
@@ -98,7 +100,21 @@ def test_a_user_called_orch_gets_mlflows_tables_in_public(
         assert schemas == [("public",)]
         with database.engine().connect() as pooled:
             assert pooled.exec_driver_sql("show search_path").scalar() == "public"
-        assert rows(database, "select count(*) from pg_db_role_setting") == [(0,)], "no role or database was altered"
+        altered = "select count(*) from pg_db_role_setting where setrole in (0, current_user::regrole)"  # 0: a database
+        assert rows(database, altered) == [(0,)], "neither its role nor a database was altered"
+
+
+def test_times_are_read_from_a_database_that_writes_them_in_another_style(database: Database) -> None:
+    with database.connect(autocommit=True) as connection:
+        for setting in ("datestyle = 'SQL, DMY'", "intervalstyle = 'sql_standard'", "timezone = 'Asia/Kolkata'"):
+            connection.execute(f"alter database {database.name} set {setting}")
+    moment = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
+    asked = "select timestamptz '2026-03-04 05:06:07+00' as at, interval '1 day 2 hours' as lasted"
+    for answer in (rows(database, asked), run_query(database, asked).rows):
+        assert answer == [(moment, timedelta(hours=26))]
+        assert answer[0][0].utcoffset() == timedelta(hours=5.5), "shown in the database's own time zone"
+    with database.engine().connect() as pooled:
+        assert pooled.exec_driver_sql(asked).one() == (moment, timedelta(hours=26))
 
 
 def test_a_percent_sign_in_the_password_passes_everywhere_and_shows_nowhere(

@@ -171,6 +171,8 @@ def test_the_role_itself_carries_the_limits(owner: Database, reader: Database) -
         "lock_timeout": ("10s",),
         "idle_in_transaction_session_timeout": ("5min",),
         "jit": ("off",),
+        "DateStyle": ("ISO, MDY",),
+        "IntervalStyle": ("postgres",),
     }
 
 
@@ -210,6 +212,7 @@ def test_the_reader_cannot_log_in_with_another_password(reader: Database) -> Non
     other = Database(tuple(sorted({**dict(reader.parameters), "password": "guess"}.items())))
     with pytest.raises(DatabaseUnavailable) as error:
         run_query(other, "select 1")
+    assert "their reader cannot log in (" in str(error.value)
     assert "guess" not in str(error.value)
 
 

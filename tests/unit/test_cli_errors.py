@@ -15,8 +15,9 @@ import pytest
 import sqlalchemy.exc
 
 from orchestrator import cli
+from orchestrator.cli.output import standard_output
 from orchestrator.database.connection import is_away, why_away
-from orchestrator.errors import DatabaseLost, DatabaseUnavailable, NoResult, NotFound, OrchError
+from orchestrator.errors import DatabaseLost, DatabaseUnavailable, NoResult, NotFound, OrchError, PlaceUnusable
 from orchestrator.execution import patience
 from orchestrator.execution.patience import Patience
 from orchestrator.signals import STOPPING
@@ -54,6 +55,8 @@ def exit_of(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> int
         (click.Abort(), 130),
         (KeyboardInterrupt(), 130),
         (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (OSError(errno.EFBIG, "File too large"), 1),
+        (OSError(errno.EROFS, "Read-only file system", "/ro/x.html"), 1),
         (psycopg.OperationalError("the server closed the connection unexpectedly"), 2),
     ],
 )
@@ -64,9 +67,47 @@ def test_every_error_of_the_users_has_its_exit_code_and_no_traceback(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.cli, "main", lambda **_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+def test_an_error_of_a_file_names_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    exit_of(monkeypatch, OSError(errno.EIO, "Input/output error", "/old/x.html"))
+    exit_of(monkeypatch, OSError(errno.EDQUOT, "Disk quota exceeded"))
+    assert capsys.readouterr().err.splitlines() == [
+        "/old/x.html: Input/output error; mend that and run it again",
+        "standard output: Disk quota exceeded; mend that and run it again",
+    ]
+
+
+def test_half_an_answer_on_standard_output_is_an_error_also_where_python_buffers_nothing(tmp_path: Path) -> None:
+    program = (
+        "import resource; from orchestrator.cli.output import standard_output\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"  # a disk that fills
+        "with standard_output() as out: out.write(bytes(5000))"
+    )
+    with (tmp_path / "half.html").open("wb") as half:
+        done = subprocess.run([sys.executable, "-u", "-c", program], stdout=half, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == b"OSError: [Errno 27] File too large"
+
+
+def test_a_closed_standard_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as `>&-` leaves it
+    with pytest.raises(PlaceUnusable, match="standard output is closed; name a file"), standard_output():
+        pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ZeroDivisionError("ours"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "part of orch.txt"),
+    ],
+)
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def main(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.cli, "main", main)
+    with pytest.raises(type(error)):
         cli.main()
 
 

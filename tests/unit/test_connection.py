@@ -52,7 +52,7 @@ def test_a_socket_folder_survives_the_way_through_every_form() -> None:
 
 def test_the_search_path_is_public_and_the_users_own_options_stay() -> None:
     database = Database.from_url("postgresql://u@h/d?options=-cstatement_timeout%3D5s")
-    assert database.psycopg_kwargs["options"] == "-cstatement_timeout=5s -csearch_path=public"
+    assert database.psycopg_kwargs["options"].startswith("-cstatement_timeout=5s -csearch_path=public -c")
     assert make_url(database.mlflow_uri).query["options"] == "-cstatement_timeout=5s -csearch_path=public"
 
 
