@@ -58,11 +58,10 @@ def _home_lines(settings: Settings, home: Home) -> Iterator[Line]:
 def _cluster_lines(address: str | None) -> Iterator[Line]:
     if address is None or "://" in address:  # a job server's address serves --detach only
         return
-    from orchestrator.execution.ray_tune.reachable import asks_for_token, wait_for
+    from orchestrator.execution.ray_tune.reachable import asks_for_token
 
-    wait_for(address, HEAD_WAIT_S)
     try:
-        if asks_for_token(address):
+        if asks_for_token(address, HEAD_WAIT_S):
             yield Line("ray", "ok", f"{address} asks for a token")
         else:
             advice = "restart its nodes with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN (see docs/security.md)"

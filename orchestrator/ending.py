@@ -52,31 +52,32 @@ def exit_code(counts: Mapping[TrialState, int]) -> int:
 
 
 def remarks_on(run: SweepRun, remainders: Sequence[Remainder]) -> list[str]:
+    from orchestrator.tracking.recorder import Gone, Unwritten
+
+    told = [one for one in remainders if isinstance(one, Unwritten)]
     remarks = [run.abort_reason] if run.abort_reason else []
-    if run.cancelled and run.is_left:
+    if run.cancelled and run.trials.is_left:
         remarks.append(f"cancelled by `orch cancel`; go on with what is left: orch resume {run.sweep.name}")
     if run.without_record:
         numbers = ", ".join(str(number) for number in sorted(run.without_record)[:MAX_NUMBERS])
         first = next(iter(run.without_record.values()))
         remarks.append(f"trials without a record in MLflow: {numbers} ({first})")
-    unwritten = sorted({run_id for one in remainders for run_id in one.run_ids})
+    unwritten = sorted({run_id for one in told for run_id in one.run_ids})
     if unwritten:
-        points = sum(one.points for one in remainders)
+        points = sum(one.points for one in told)
         remarks.append(
             f"{points} points of {len(unwritten)} runs could not be written; they are safe in the journal and are"
             f" written by the next command that records here: {', '.join(unwritten[:5])}"
         )
     remarks += _about_states(run)
-    for one in remainders:
+    for one in told:
         if one.num_rejected:
             remarks.append(f"{one.num_rejected} rows that PostgreSQL refused are kept in rejected.jsonl of the journal")
         if one.num_damaged:
             remarks.append(f"{one.num_damaged} lines of the journal could not be read back")
         if one.reason:
             remarks.append(one.reason)
-        if one.gone:
-            remarks.append(about_gone(one.gone, run.sweep.name))
-    return remarks
+    return remarks + [about_gone(one, run.sweep.name) for one in remainders if isinstance(one, Gone)]
 
 
 def about_gone(gone: Gone, sweep: str) -> str:

@@ -76,24 +76,25 @@ class Drain:
         self._connection: psycopg.Connection[Any] | None = None
         self._pause_s = RETRY_AFTER_S[0]
 
-    def store(self, records: Sequence[Record], inherited: bool = False) -> None:
-        """Gives every record one of its three fates. Raises one of `Unavailable`; then all of them must come again."""
+    def store(self, records: Sequence[Record], inherited: bool = False) -> bool:
+        """Gives every record one of its three fates; True if none was set aside or rejected.
+
+        Raises one of `Unavailable`; then all of them must come again.
+        """
         connection = self._connected()
         points = [record for record in records if isinstance(record, Points)]
         findings = [record for record in records if isinstance(record, FindingRow)]
         decisions = [record for record in records if isinstance(record, DecisionRow)]
         logs = [record for record in records if isinstance(record, LogLine)]
-        unknown = self._store_points(connection, points)
-        if findings:
-            self._reject(_bisected(lambda rows: write_findings(connection, rows), findings))
-        if decisions:
-            self._reject(_bisected(lambda rows: write_decisions(connection, rows), decisions))
-        if logs:
-            self._reject(_bisected(lambda rows: write_logs(connection, rows), logs))
-        if unknown:
-            self._put_aside([point for point in points if point.run_id in unknown], inherited)
+        rejected, unknown = _store_points(connection, points)
+        rejected += _bisected(lambda rows: write_findings(connection, rows), findings)
+        rejected += _bisected(lambda rows: write_decisions(connection, rows), decisions)
+        rejected += _bisected(lambda rows: write_logs(connection, rows), logs)
+        self._reject(rejected)
+        is_aside = self._put_aside([point for point in points if point.run_id in unknown], inherited)
         self.error = ""
         self._pause_s = RETRY_AFTER_S[0]
+        return not (rejected or is_aside)
 
     def failed(self, error: Exception) -> float:
         """Notes why `store` failed and returns how many seconds to wait before the next try."""
@@ -126,18 +127,8 @@ class Drain:
             self._connection = connection
         return self._connection
 
-    def _store_points(self, connection: psycopg.Connection[Any], points: Sequence[Points]) -> set[str]:
-        """Returns the runs that MLflow does not have."""
-        unknown: set[str] = set()
-
-        def write(rows: Sequence[MetricRow]) -> None:
-            unknown.update(write_rows(connection, rows))
-
-        if points:
-            self._reject(_bisected(write, rows_of(without_late_words(connection, points))))
-        return unknown
-
-    def _put_aside(self, points: Sequence[Points], inherited: bool) -> None:
+    def _put_aside(self, points: Sequence[Points], inherited: bool) -> bool:
+        """False if nothing is left to keep."""
         if inherited:
             oldest_ms = (time.time() - KEEP_INHERITED_DAYS * 86_400) * 1000
             points = [point for point in points if point.timestamp_ms >= oldest_ms]
@@ -147,6 +138,7 @@ class Drain:
             self.set_aside[inherited] = Journal.create(self._journal_dir)
         if points:
             self.set_aside[inherited].append([to_json(point) for point in points])
+        return bool(points)
 
     def _reject(self, rejected: Sequence[tuple[Any, Exception]]) -> None:
         if not rejected:
@@ -157,8 +149,22 @@ class Drain:
         self.num_rejected += len(rejected)
 
 
+def _store_points(
+    connection: psycopg.Connection[Any], points: Sequence[Points]
+) -> tuple[list[tuple[Any, Exception]], set[str]]:
+    """Returns the rows that cannot be stored, with the reason, and the runs that MLflow does not have."""
+    unknown: set[str] = set()
+
+    def write(rows: Sequence[MetricRow]) -> None:
+        unknown.update(write_rows(connection, rows))
+
+    return _bisected(write, rows_of(without_late_words(connection, points)) if points else []), unknown
+
+
 def _bisected(write: Callable[[Sequence[Row]], None], rows: Sequence[Row]) -> list[tuple[Row, Exception]]:
     """Writes as many rows as can be stored; returns the others with the reason. Halves a batch that is refused."""
+    if not rows:
+        return []
     try:
         write(rows)
     except Unstorable as error:

@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psycopg
 
 from orchestrator.errors import OrchError
 from orchestrator.tracking.drain import Drain, Unavailable, connect_by_url, secrets_of
-from orchestrator.tracking.journal import Journal, orphans, others_with_backlog
+from orchestrator.tracking.journal import Journal, orphans
 from orchestrator.tracking.records import (
     DecisionRow,
     FindingRow,
@@ -40,6 +40,7 @@ from orchestrator.tracking.records import (
 __all__ = [
     "DecisionRow",
     "FindingRow",
+    "Gone",
     "JournalUnwritable",
     "LogLine",
     "MetricError",
@@ -47,6 +48,7 @@ __all__ = [
     "Points",
     "Recorder",
     "Remainder",
+    "Unwritten",
     "connect_by_url",
     "legal_key",
     "real_number",
@@ -69,16 +71,7 @@ class JournalUnwritable(OrchError):
 
 
 @dataclass(frozen=True)
-class Gone:
-    """A recorder without a last answer, whose journal nobody is known to have brought over whole."""
-
-    host: str
-    journal: str  # the path of its folder there
-    trials: tuple[int, ...]  # whose words it may have kept to itself
-
-
-@dataclass(frozen=True)
-class Remainder:
+class Unwritten:
     """What a closing recorder could not bring into the database. It lies in the journal for the next recorder."""
 
     points: int  # metric values, findings, decisions and log lines
@@ -86,15 +79,25 @@ class Remainder:
     num_rejected: int = 0  # rows that Postgres will never take; kept in rejected.jsonl
     num_damaged: int = 0  # journal lines that could not be read back
     reason: str = ""
-    journal: str = ""  # the name of its own folder
-    brought: tuple[str, ...] = ()  # the journals of dead recorders that it brought over whole
-    left: tuple[str, ...] = ()  # journals of others, in the same place, that still hold something
-    gone: Gone | None = None  # in place of all the above: it was never asked
 
     @property
     def is_empty(self) -> bool:
         """True if everything that was given is in the database."""
-        return not (self.points or self.num_rejected or self.num_damaged or self.reason or self.gone)
+        return not (self.points or self.num_rejected or self.num_damaged or self.reason)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A recorder without a last answer, whose journal nobody is known to have brought over whole."""
+
+    host: str
+    journal: str  # the path of its folder there
+    trials: tuple[int, ...]  # whose words it may have kept to itself
+
+    is_empty: ClassVar[bool] = False
+
+
+Remainder = Unwritten | Gone  # of one recorder, when all is over
 
 
 class Recorder:
@@ -123,7 +126,7 @@ class Recorder:
         self._drain = Drain(connect, journal_dir)
         self._orphans = deque(orphans(journal_dir) if adopt_orphans else ())
         self._brought: tuple[str, ...] = ()  # names of journals
-        self._flawed: set[str] = set()  # those of which not everything reached the database
+        self._flawed: set[str] = set()  # those, and perhaps our own, of which not everything reached the database
         self._state = threading.Condition()  # guards what follows
         self._waiting: deque[Record] = deque()  # given, not yet in the journal
         self._num_waiting_points = 0
@@ -134,7 +137,7 @@ class Recorder:
         self._failure: Exception | None = None
         self._disk_error: OSError | None = None
         self._disk_failed_at = 0.0  # the first time since a write succeeded (time.monotonic)
-        self._remainder: Remainder | None = None
+        self._unwritten: Unwritten | None = None
         self._writer = self._started(self._write_journal, "orch-journal")
         self._drainer = self._started(self._drain_journals, "orch-drain")
 
@@ -196,7 +199,7 @@ class Recorder:
         """True if nothing is lost with this recorder's disk: all that it was given, or has inherited, is stored."""
         with self._state:
             is_stored = self._num_given == self._num_stored and not self._orphans
-        return is_stored and not (self._drain.unknown_runs or any(self._flaws()))
+        return is_stored and not self._flawed
 
     @property
     def database_error(self) -> str:
@@ -214,12 +217,12 @@ class Recorder:
         """Runs of ours that MLflow does not have: deleted, or of another database. Their points are kept on disk."""
         return frozenset(self._drain.unknown_runs)
 
-    def close(self, timeout_s: float) -> Remainder:
+    def close(self, timeout_s: float) -> Unwritten:
         """Drains for at most `timeout_s`, then stops. What is left stays on disk for the next recorder.
 
         Raises as `record` does, after everything that could be saved is saved. A second call returns the same.
         """
-        if self._remainder is None:
+        if self._unwritten is None:
             late = orphans(self._journal_dir) if self._adopts_orphans else []  # of recorders that died after we began
             with self._state:
                 if self._has_no_disk():  # it has been waited for
@@ -231,10 +234,10 @@ class Recorder:
             self._drain.cancel()
             self._drainer.join(CLOSE_GRACE_S)
             self._writer.join(CLOSE_GRACE_S)
-            self._remainder = self._closed()
+            self._unwritten = self._closed()
         with self._state:
             self._raise_failure()
-        return self._remainder
+        return self._unwritten
 
     # Both threads and every caller
 
@@ -368,14 +371,11 @@ class Recorder:
     def _drain_orphan(self, folder: Path) -> None:
         journal = Journal.adopt(folder)
         if journal is not None:
-            flaws = self._flaws()
             while journal.backlog_bytes and self._num_safe == self._num_stored and not self._is_late():
                 self._drain_once(journal, inherited=True)
             is_unfinished = journal.backlog_bytes > 0
             self._num_damaged += journal.num_damaged
             journal.close()
-            if self._flaws() != flaws:
-                self._flawed.add(folder.name)
             if is_unfinished:
                 return
             if folder.name not in self._flawed:
@@ -384,27 +384,23 @@ class Recorder:
             self._orphans.popleft()
             self._state.notify_all()
 
-    def _flaws(self) -> tuple[int, int, int]:
-        """What grows whenever a record that is not set aside as our own fails to reach the database for good."""
-        aside = self._drain.set_aside.get(True)
-        num_damaged = self._num_damaged + self._journal.num_damaged
-        return self._drain.num_rejected, num_damaged, aside.backlog_bytes if aside is not None else 0
-
     def _drain_once(self, journal: Journal, inherited: bool) -> int:
         """Moves one batch into the database. Returns how many records it held: 0 after a failed try and its pause."""
         records = [from_json(fields) for fields in journal.read()]
         try:
-            self._drain.store(records, inherited)
+            is_whole = self._drain.store(records, inherited)
         except Unavailable as error:
             journal.rewind()
             self._pause(self._drain.failed(error))
             return 0
         journal.mark_stored()
+        if not is_whole or journal.num_damaged:
+            self._flawed.add(journal.folder.name)
         return len(records)
 
     # The end
 
-    def _closed(self) -> Remainder:
+    def _closed(self) -> Unwritten:
         """Counts what is left. A thread that hangs on a disk or a network keeps its files until the process ends."""
         own = [self._journal, *(journal for inherited, journal in self._drain.set_aside.items() if not inherited)]
         left = Left()
@@ -418,16 +414,7 @@ class Recorder:
             for journal in {id(journal): journal for journal in (*own, *self._drain.set_aside.values())}.values():
                 journal.close()
         reason = self._drain.error or ("MLflow does not have these runs" if self._drain.unknown_runs else "")
-        return Remainder(
-            left.num_points,
-            tuple(sorted(left.run_ids)),
-            self._drain.num_rejected,
-            num_damaged,
-            reason,
-            journal=self._journal.folder.name,
-            brought=self._brought,
-            left=tuple(others_with_backlog(self._journal.folder)),
-        )
+        return Unwritten(left.num_points, tuple(sorted(left.run_ids)), self._drain.num_rejected, num_damaged, reason)
 
 
 class Left:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 
+from orchestrator.errors import ResourceError
+from orchestrator.execution.ray_tune.reachable import refuse_silent_address
 from orchestrator.ledger.leftovers import index_statements
 from orchestrator.settings import Settings, remote_journal_folder
 from orchestrator.tracking.indexes import NEEDED
 from orchestrator.tracking.journal import Journal
-from tests.conftest import DatabaseOn, Orch
+from tests.conftest import DatabaseOn, Orch, free_port
 
 
 class Patient:
@@ -132,3 +136,15 @@ def test_it_answers_within_three_seconds_and_imports_none_of_the_heavy_libraries
     cpu_s, heavy = done.stdout.strip().split(" ", 1)
     assert heavy == "[]"
     assert float(cpu_s) < 3  # of processor time: the wall clock says nothing on a loaded machine
+
+
+def test_a_head_that_is_the_last_to_listen_is_waited_for_and_one_that_never_does_is_named() -> None:
+    port = free_port()
+    with pytest.raises(ResourceError, match=rf"127.0.0.1:{port}  no Ray cluster answers \(Connection refused\)"):
+        refuse_silent_address(f"127.0.0.1:{port}", patience_s=0.1)
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", port))
+        listening = threading.Timer(0.2, head.listen)
+        listening.start()
+        refuse_silent_address(f"127.0.0.1:{port}", patience_s=30.0)
+        listening.join()

@@ -25,7 +25,7 @@ from orchestrator.settings import Home
 from orchestrator.tracking import mlflow_schema
 from orchestrator.tracking import recorder as recorder_module
 from orchestrator.tracking.bulk import rows_of, write_rows
-from orchestrator.tracking.journal import Journal, orphans
+from orchestrator.tracking.journal import Journal, orphans, others_with_backlog
 from orchestrator.tracking.recorder import (
     FindingRow,
     JournalUnwritable,
@@ -245,7 +245,7 @@ def test_a_killed_process_loses_nothing_that_was_synced_and_the_next_recorder_do
     assert sorted(steps) == sorted(set(steps))
     assert set(range(num_synced)) <= set(steps) <= set(range(2051))
     assert len(rows) == 2 * len(steps)
-    assert recorder.close(5).brought == (dead.name,)
+    recorder.close(5)
     assert list(journal_dir.iterdir()) == []
 
 
@@ -289,7 +289,9 @@ def test_without_any_database_close_names_what_is_left_and_a_later_recorder_brin
     blind.record([points(run_id, step, loss=1.0, norm=2.0) for step in range(5)])
     blind.sync(5)
     assert not blind.is_clear
-    assert open_recorder(place.connect).close(5).left == (blind.journal.name,)
+    beside = open_recorder(place.connect)
+    assert beside.close(5).is_empty
+    assert others_with_backlog(beside.journal) == [blind.journal.name]
     started = time.monotonic()
     remainder = blind.close(0.5)
     assert time.monotonic() - started < 2.0
@@ -357,7 +359,7 @@ def test_rows_that_postgres_refuses_do_not_hold_up_the_others(
     assert len(place.metrics(run_id)) == 41
     assert not recorder.is_clear
     remainder = recorder.close(5)
-    assert (remainder.num_rejected, remainder.brought) == (4, ())  # not whole
+    assert (remainder.num_rejected, recorder.brought) == (4, ())  # not whole
     rejected = (tmp_path / "journal" / "rejected.jsonl").read_text().splitlines()
     assert len(rejected) == 4
     assert "too long" in rejected[0] + rejected[1] + rejected[2] + rejected[3]
@@ -383,7 +385,8 @@ def test_points_of_deleted_runs_stay_in_the_journal_until_the_run_is_back(
     assert len(place.metrics(deleted)) == 5
     left = second.close(5)
     assert (left.points, left.run_ids) == (0, ())  # what was inherited is not this recorder's failure
-    assert left.brought == ()
+    assert second.brought == ()
+    assert not second.is_clear
     (folder,) = orphans(tmp_path / "journal")
     journal = Journal.adopt(folder)
     assert journal is not None

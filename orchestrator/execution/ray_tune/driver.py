@@ -20,6 +20,7 @@ from ray.tune.execution.tune_controller import TuneController
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
+from orchestrator.execution.failures import MAX_REASON
 from orchestrator.execution.job import Feed, Job, outcome_from_json
 from orchestrator.execution.ray_tune.arbiter import Arbiter
 from orchestrator.execution.ray_tune.cluster import Cluster, Node, alive_nodes, node_of_actor
@@ -136,7 +137,7 @@ def _outcome_of_dead_worker(job: Job, ran_s: float, error: str) -> Outcome:
         return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.OUT_OF_MEMORY)
     if "creation task" in error or not is_gone:  # Ray's words when a worker's set-up raised
         last_line = next((line for line in reversed(error.strip().split("\n")) if line.strip()), "no reason given")
-        reason = f"the worker could not start: {last_line}"[:500]
+        reason = f"the worker could not start: {last_line}"[:MAX_REASON]
         return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.WORKER_START)
     reason = "the worker process died (killed, or a crash)"
     return Outcome(TrialState.FAILED, reason=reason, error=error, failure=Failure.WORKER_DEATH)
@@ -183,10 +184,12 @@ class Slots(FIFOScheduler):  # type: ignore[misc]
 
     def _look_around(self) -> None:
         """Nodes that joined get a recorder; all recorders hear of a stop, also one that has just been restarted."""
-        nodes = self._nodes()
-        self._recorders.ensure({node.node_id for node in nodes})
-        self._feed.troubled(*self._recorders.errors())
-        self._feed.placeable({node.node_id: node.host for node in nodes})
+        hosts = {node.node_id: node.host for node in self._nodes()}
+        self._recorders.ensure(hosts)
+        self._recorders.ask_others(hosts)
+        self._recorders.listen()
+        self._feed.troubled(*self._recorders.errors)
+        self._feed.placeable(hosts)
         if self._searcher.stopping:
             self._recorders.stop_trials()
 

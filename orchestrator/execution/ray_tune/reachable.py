@@ -32,8 +32,11 @@ else:
 PORTS = {"http": 80, "https": 443}
 
 
-def refuse_silent_address(address: str) -> None:
-    """Raises ResourceError when `host:port` is no address or nothing listens there. Other forms are Ray's to judge."""
+def refuse_silent_address(address: str, patience_s: float = 0.0) -> None:
+    """Raises ResourceError when `host:port` is no address or nothing listens there. Other forms are Ray's to judge.
+
+    `patience_s`: as in `_why_silent`.
+    """
     if "://" in address:
         raise ResourceError(
             f"RAY_ADDRESS={address}  is not the form that a sweep needs; write HOST:PORT of the head (usually 6379), "
@@ -44,19 +47,11 @@ def refuse_silent_address(address: str) -> None:
         return
     if not host or not port.isdigit():
         raise ResourceError(f"RAY_ADDRESS={address}  is no address; write HOST:PORT of the head (usually 6379)")
-    if why := _why_silent(host, int(port)):
+    if why := _why_silent(host, int(port), patience_s):
         raise ResourceError(
             f"RAY_ADDRESS={address}  no Ray cluster answers ({why}); "
             "start one there (ray start --head), or unset it: the sweep then starts a Ray of its own"
         )
-
-
-def wait_for(address: str, timeout_s: float) -> None:
-    """Returns as soon as something listens at `host:port`, at latest after `timeout_s`; other forms at once."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + timeout_s
-    while host and port.isdigit() and _why_silent(host, int(port)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
 
 
 def refuse_silent_server(url: str) -> None:
@@ -71,22 +66,29 @@ def refuse_silent_server(url: str) -> None:
         )
 
 
-def _why_silent(host: str, port: int) -> str:
-    """Why nothing can be reached there; empty if something listens."""
-    try:
-        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return ""
+def _why_silent(host: str, port: int, patience_s: float = 0.0) -> str:
+    """Why nothing can be reached there; empty as soon as something listens.
+
+    Tries again for `patience_s`, beyond which the last try may take CONNECT_TIMEOUT_S where not even a refusal comes.
+    """
+    give_up_at = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+            return ""
+        except (OSError, OverflowError) as error:
+            if time.monotonic() >= give_up_at:
+                return getattr(error, "strerror", None) or str(error)
+        time.sleep(POLL_S)
 
 
-def asks_for_token(address: str) -> bool:
+def asks_for_token(address: str, patience_s: float = 0.0) -> bool:
     """Whether the cluster at `host:port` or `auto` refuses whoever brings no token.
 
     A process of its own asks, since a process's way of authenticating is fixed once Ray is imported. Raises
-    ResourceError when no cluster answers.
+    ResourceError when no cluster answers. `patience_s`: as in `_why_silent`.
     """
-    refuse_silent_address(address)
+    refuse_silent_address(address, patience_s)
     env = {name: value for name, value in os.environ.items() if name not in environment.TOKEN_VARIABLES}
     command = [sys.executable, "-c", ASK_WITHOUT_TOKEN, address]
     try:
