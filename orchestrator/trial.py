@@ -27,7 +27,9 @@ OWN_EARLY_CHECKS = ("check_failed", "not_checked")
 
 MAX_TEXT = 20_000  # characters of an error's text, or of a finding's
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line ends
+CONTROL = re.compile(  # but for tabs and line ends; the last two ranges reverse the text that follows them
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
 
 
 class TrialState(StrEnum):
@@ -114,8 +116,8 @@ def storable(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """The text with its control characters spelled out, but for tabs and line ends: a terminal obeys none of it."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    """The text with its control characters spelled out, but for tabs and line ends: no terminal or page obeys them."""
+    return CONTROL.sub(lambda found: f"\\x{code:02x}" if (code := ord(found[0])) < 256 else f"\\u{code:04x}", text)
 
 
 def bounded(text: str) -> str:

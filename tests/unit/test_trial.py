@@ -66,6 +66,7 @@ def test_what_cannot_be_stored_is_refused_where_it_is_made(
 def test_what_a_terminal_would_obey_is_spelled_out_and_lines_stay() -> None:
     finding = made(message="\x1b[2J\0 a\tb\nc\r\x9b1m", advice="\x7f")
     assert (finding.message, finding.advice) == ("\\x1b[2J\\x00 a\tb\nc\\x0d\\x9b1m", "\\x7f")
+    assert made(message="a\u202eb\u2066c\u200fd").message == "a\\u202eb\\u2066c\u200fd"  # a mark reverses nothing
     assert made(message=finding.message) == made(message=finding.message)
     assert math.isnan(made(value=math.nan).value or 0.0)  # non-finite is news
 
