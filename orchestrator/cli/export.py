@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import click
 
 from orchestrator.cli.output import standard_output
-from orchestrator.reports.export import FORMS, WHAT, Exported, Form, export, whole_file
+from orchestrator.reports.export import FORMS, WHAT, Exported, Form, export
 from orchestrator.reports.table import counted
+from orchestrator.reports.whole_file import whole_file
 
 if TYPE_CHECKING:
     from orchestrator.database.reader import Snapshot

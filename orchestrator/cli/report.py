@@ -22,17 +22,18 @@ def command(ctx: click.Context, sweep: str, output: str | None, metrics: tuple[s
     The page needs no orch, no database and no network. It replaces an older report, and no other file.
     """
     from orchestrator.cli.output import standard_output
-    from orchestrator.reports.export import whole_file
+    from orchestrator.database.reader import snapshot
     from orchestrator.reports.page import page
-    from orchestrator.reports.page_file import place_for
+    from orchestrator.reports.page.place import place_for
     from orchestrator.reports.source import sweep_facts
-    from orchestrator.workspace import open_for_reading
+    from orchestrator.reports.whole_file import whole_file
+    from orchestrator.workspace import open_workspace
 
-    query = open_for_reading(ctx.obj)
-    name = sweep_facts(query, sweep).name
-    place = None if output == "-" else place_for(Path(output or f"{name}.html"))
     axes = [axis.strip() for axis in by.split(",")] if by else None
-    text = page(query, name, axes, metrics, dt.datetime.now(dt.UTC))
+    with snapshot(open_workspace(ctx.obj).reader_database) as moment:
+        name = sweep_facts(moment.query, sweep).name
+        place = None if output == "-" else place_for(Path(output or f"{name}.html"))
+        text = page(moment.query, name, axes, metrics, dt.datetime.now(dt.UTC))
     with standard_output() if place is None else whole_file(place) as file:
         file.write(text.encode())
     if place is not None:

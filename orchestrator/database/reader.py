@@ -52,6 +52,7 @@ WRITES = ("25006", "55000")  # in a read-only transaction; into a view that cann
 IDENTIFIER = re.compile(r'(?:"(?:[^"]|"")+"|\w+)(?:\.(?:"(?:[^"]|"")+"|\w+))*')
 
 Connection = psycopg.Connection[Any]
+Parameters = Sequence[Any] | Mapping[str, Any]  # for `%s`, or for `%(name)s`
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ def ensure_reader(connection: Connection, secret: str, *, is_server_ours: bool) 
     return login
 
 
-def run_query(reader: Database, query: str, parameters: Sequence[Any] = ()) -> Answer:
-    """Runs one statement as the reader, in a read-only transaction of its own. `parameters` fill its `%s`.
+def run_query(reader: Database, query: str, parameters: Parameters = ()) -> Answer:
+    """Runs one statement as the reader, in a read-only transaction of its own.
 
     Raises QueryError with PostgreSQL's words, the place and, for unknown names, the nearest ones; DatabaseUnavailable
     when the reader cannot log in.
@@ -131,7 +132,7 @@ class Snapshot:
     def __init__(self, reader: Database, connection: Connection) -> None:
         self._reader, self._connection = reader, connection
 
-    def query(self, query: str, parameters: Sequence[Any] = ()) -> Answer:
+    def query(self, query: str, parameters: Parameters = ()) -> Answer:
         """As `run_query`."""
         return _answer(self._reader, self._connection, query, parameters)
 
@@ -159,7 +160,7 @@ def snapshot(reader: Database) -> Iterator[Snapshot]:
         yield Snapshot(reader, connection)
 
 
-def _answer(reader: Database, connection: Connection, query: str, parameters: Sequence[Any]) -> Answer:
+def _answer(reader: Database, connection: Connection, query: str, parameters: Parameters) -> Answer:
     try:
         # The extended protocol takes one statement only: `; commit; ...` cannot follow.
         cursor = connection.execute(query, parameters or None, prepare=True)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import OrchError
+from orchestrator.reports.cells import Cell, Record, alike, cells_of, diverged_of, is_result, is_sound, unstable_of
 from orchestrator.reports.source import (
     Query,
     SweepFacts,
@@ -19,9 +20,6 @@ from orchestrator.reports.source import (
 from orchestrator.reports.statistics import finite, geometric_mean_ratio, mean_and_spread, wilson
 from orchestrator.reports.table import Table, short
 from orchestrator.trial import TrialState, canonical_json
-
-Record = Mapping[str, Any]
-Cells = Mapping[str, tuple[list[Any], list[Record]]]  # by its text: the label of a cell, sweep first, and its trials
 
 
 def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metrics: Sequence[str] | None) -> Table:
@@ -41,9 +39,7 @@ def compare(query: Query, sweeps: Sequence[str], by: Sequence[str] | None, metri
     rules = {one.name: unstable_in_words(one.unstable) for one in facts if one.unstable}
     has_suspects = any(suspects.values())
     first = 0 if len(facts) > 1 else 1  # the only sweep need not be named
-    rows = [
-        [*label[first:], *_cell_row(records, wanted, bool(rules), has_suspects)] for label, records in cells.values()
-    ]
+    rows = [[*label[first:], *_cell_row(records, wanted, bool(rules), has_suspects)] for label, records in cells]
     notes = [
         *_notes(cells, suspects),
         *_unjudged(cells, facts),
@@ -60,16 +56,16 @@ def _cells(
     metrics: Sequence[str],
     suspects: Mapping[str, Collection[int]],
     checked: bool,
-) -> Cells:
-    """The sweeps' trials by sweep and values of the axes; `checked`: every one of them must have all axes."""
-    cells: dict[str, tuple[list[Any], list[Record]]] = {}
+) -> list[Cell]:
+    """The sweeps' trials by sweep, which comes first, and axes; `checked`: every one of them must have all axes."""
+    cells: list[Cell] = []
     for one in facts:
-        for record in trial_records(query, one.name, metrics):
+        records = trial_records(query, one.name, metrics)
+        for record in records:
             if checked:
                 _check_axes(axes, record, one)
             record["suspect"] = record["trial"] in suspects[one.name]
-            label = [one.name, *(record["config"].get(axis) for axis in axes)]
-            cells.setdefault(canonical_json(label), (label, []))[1].append(record)
+        cells += [([one.name, *values], members) for values, members in cells_of(records, axes)]
     return cells
 
 
@@ -99,16 +95,15 @@ def _suspects(query: Query, sweep: str) -> set[int]:
 
 
 def _cell_row(records: Sequence[Record], metrics: Sequence[str], with_unstable: bool, with_suspect: bool) -> list[Any]:
-    results = [record for record in records if TrialState(record["state"]).is_result]
-    sound = [record for record in results if TrialState(record["state"]).is_sound]
+    results = list(filter(is_result, records))
+    sound = list(filter(is_sound, records))
     cost = finite(record["seconds"] for record in results)
     row: list[Any] = [len(results)]
     for metric in metrics:
         row.extend(mean_and_spread(record["metrics"].get(metric) for record in sound))
-    row.extend(_share(len(results) - len(sound), len(results)))
+    row.extend(_share(*diverged_of(records)))
     if with_unstable:
-        known = [record["unstable"] for record in results if record["unstable"] is not None]
-        row.extend(_share(sum(known), len(known)))
+        row.extend(_share(*unstable_of(records)))
     if with_suspect:
         row.append(sum(record["suspect"] for record in results))
     row.append(sum(cost) / len(cost) if cost else None)
@@ -121,9 +116,9 @@ def _share(count: int, n: int) -> tuple[str, str | None]:
     return f"{count}/{n}", f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else None
 
 
-def _notes(cells: Cells, suspects: Mapping[str, Collection[int]]) -> list[str]:
-    records = [record for _, members in cells.values() for record in members]
-    without = sum(not TrialState(record["state"]).is_result for record in records)
+def _notes(cells: Sequence[Cell], suspects: Mapping[str, Collection[int]]) -> list[str]:
+    records = [record for _, members in cells for record in members]
+    without = sum(not is_result(record) for record in records)
     stopped = sum(record["state"] == TrialState.STOPPED for record in records)
     notes = []
     if without:
@@ -134,12 +129,12 @@ def _notes(cells: Cells, suspects: Mapping[str, Collection[int]]) -> list[str]:
     return [*notes, *(f"{why} {sweep}" for sweep, some in suspects.items() if some)]
 
 
-def _unjudged(cells: Cells, facts: Sequence[SweepFacts]) -> list[str]:
+def _unjudged(cells: Sequence[Cell], facts: Sequence[SweepFacts]) -> list[str]:
     """Says how many results the rule of `unstable` could not judge: an axis may decide which metrics there are."""
     notes = []
     for one in facts:
-        members = [record for label, records in cells.values() for record in records if label[0] == one.name]
-        sound = [record for record in members if TrialState(record["state"]).is_sound]
+        members = [record for label, records in cells for record in records if label[0] == one.name]
+        sound = list(filter(is_sound, members))
         num = sum(record["unstable"] is None for record in sound)
         if one.unstable and num:
             rule = one.unstable
@@ -183,21 +178,20 @@ def _axis_rows(
     axes: Sequence[str], records: Sequence[Record], metrics: Sequence[str], with_unstable: bool
 ) -> list[list[Any]]:
     values: dict[str, str] = {}
-    alike: dict[str, dict[str, Record]] = {}  # by all that is not of these axes: the trials by their values of them
     for one in records:
         values.setdefault(_at(one, axes), ", ".join(short(one["params"][axis]) for axis in axes))
-        alike.setdefault(_rest(one, axes), {})[_at(one, axes)] = one
+    by_value = [{_at(one, axes): one for one in members} for members in alike(records, axes)]
     if len(values) < 2:
         return []
     base, *others = values
     rows = []
     for other in others:
-        pairs = [(some[base], some[other]) for some in alike.values() if base in some and other in some]
-        sound = [pair for pair in pairs if all(TrialState(one["state"]).is_sound for one in pair)]
+        pairs = [(some[base], some[other]) for some in by_value if base in some and other in some]
+        sound = [pair for pair in pairs if all(map(is_sound, pair))]
         ratios = [_ratio(sound, metric) for metric in metrics]
-        sides = [[pair[side] for pair in pairs if TrialState(pair[side]["state"]).is_result] for side in (0, 1)]
-        counts = (_diverged, _unstable) if with_unstable else (_diverged,)
-        shares = [" -> ".join(map(count, sides)) for count in counts]
+        sides = [[pair[side] for pair in pairs] for side in (0, 1)]
+        counts = (diverged_of, unstable_of) if with_unstable else (diverged_of,)
+        shares = [" -> ".join("{}/{}".format(*count(side)) for side in sides) for count in counts]
         rows.append([", ".join(axes), f"{values[base]} -> {values[other]}", len(sound), *ratios, *shares])
     return rows
 
@@ -206,21 +200,8 @@ def _at(record: Record, axes: Sequence[str]) -> str:
     return canonical_json([record["params"][axis] for axis in axes])
 
 
-def _rest(record: Record, axes: Sequence[str]) -> str:
-    return canonical_json({name: value for name, value in record["params"].items() if name not in axes})
-
-
 def _ratio(pairs: Sequence[tuple[Record, Record]], metric: str) -> str | None:
     values = [(left["metrics"].get(metric), right["metrics"].get(metric)) for left, right in pairs]
     numbers = [(a, b) for a, b in values if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)]
     ratio = geometric_mean_ratio(numbers)
     return None if ratio is None else f"x {ratio:.3g}"
-
-
-def _diverged(results: Sequence[Record]) -> str:
-    return f"{sum(one['state'] == TrialState.DIVERGED for one in results)}/{len(results)}"
-
-
-def _unstable(results: Sequence[Record]) -> str:
-    known = [one["unstable"] for one in results if one["unstable"] is not None]
-    return f"{sum(known)}/{len(known)}"

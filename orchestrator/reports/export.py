@@ -6,16 +6,11 @@ PostgreSQL's COPY writes the rows and they pass through here: a file of any leng
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from orchestrator import __version__
-from orchestrator.errors import DatabaseUnavailable, OrchError, PlaceUnusable
 from orchestrator.reports.source import Query, quoted, sweep_facts, view_of
 from orchestrator.reports.spec_text import spec_text
 from orchestrator.reports.status import state_counts
@@ -50,13 +45,8 @@ PLAIN = {  # PostgreSQL's type -> Arrow's; any other is written as JSON text
     "text": "string",
     "timestamp with time zone": "timestamp[us, UTC]",
 }
+IN_BOTH = ("run_id", "trial", "state", "verdict")  # columns of `runs` that `sweep_<name>` has, the same ones
 BLOCK_BYTES = 16_000_000  # of CSV: some 150,000 points, a row group of the Parquet file
-
-
-class ExportFailed(OrchError):
-    """The disk filled or the database went away half-way; no file was made."""
-
-    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -73,9 +63,13 @@ class _Column:
     sql_type: str
 
     def expression(self, form: Form) -> str:
-        if form == "jsonl" or (self.sql_type in PLAIN and self.sql_type != "boolean"):
+        if form == "jsonl":  # `row_to_json` writes what it is
             return self.source
-        return f"{self.source}::text" if self.sql_type == "boolean" else f"to_jsonb({self.source})::text"
+        if self.sql_type == "boolean":  # `true`: COPY's own word is `t`
+            return f"{self.source}::text"
+        if self.sql_type in PLAIN:
+            return self.source
+        return f"to_jsonb({self.source})::text"
 
 
 def export(snapshot: Snapshot, sweep: str, what: str, form: Form, out: BinaryIO) -> Exported:
@@ -93,33 +87,6 @@ def export(snapshot: Snapshot, sweep: str, what: str, form: Form, out: BinaryIO)
         else:
             num_rows = _write_lines(rows, out) - (form == "csv")  # its header
     return Exported(num_rows, len(columns), notes)
-
-
-@contextmanager
-def whole_file(target: Path) -> Iterator[BinaryIO]:
-    """A file that is under its name, whole, when the block has ended, never otherwise; an older one stays till then.
-
-    Raises PlaceUnusable, before anything is written, where there can be no such file; ExportFailed later.
-    """
-    target = target.resolve()
-    if target.exists() and not target.is_file():
-        raise PlaceUnusable(f"{target}  is no file that could be replaced; name another, or - for standard output")
-    draft = target.with_name(f".orch-export-{secrets.token_hex(4)}.part")
-    try:
-        file = draft.open("xb")
-    except OSError as error:
-        raise PlaceUnusable(f"{target}  cannot be written: {error.strerror}; name a file in another folder") from error
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    except (OSError, DatabaseUnavailable) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ExportFailed(f"{target}  was not written: {reason}; mend that and run it again") from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _about(query: Query, sweep: str, what: str) -> dict[str, str]:
@@ -154,7 +121,7 @@ def _columns(query: Query, sweep: str, what: str) -> list[_Column]:
     columns = _columns_of(query, view_of(sweep), "own")
     taken = {column.name for column in columns}
     for column in _columns_of(query, "orch.runs", "run"):
-        if column.name not in ("run_id", "trial", "state", "verdict"):
+        if column.name not in IN_BOTH:
             while (name := column.name) in taken:
                 column = _Column(f"{name}_run", column.source, column.sql_type)
             columns.append(column)

@@ -76,7 +76,7 @@ def best(query: Query, sweep: str, metric: str | None, mode: str | None, scope: 
     if metric is not None:
         check_metrics(query, [sweep], [metric])
     metric = metric or facts.metric
-    mode = mode or dict(facts.more_objectives).get(metric, facts.mode)
+    mode = mode or facts.mode_of(metric)
     ranked = _ranked(query, sweep, metric, mode, scope)
     if not ranked:
         raise NoResult(_why_no_best(query, sweep, metric))

@@ -42,6 +42,10 @@ class SweepFacts:
         """The metrics that comparisons show: the objectives, and what the file wants to see beside them."""
         return tuple(dict.fromkeys((self.metric, *(name for name, _ in self.more_objectives), *self.show)))
 
+    def mode_of(self, metric: str) -> str:
+        """That of an objective; of any other metric that of the first."""
+        return dict(self.more_objectives).get(metric, self.mode)
+
 
 def quoted(identifier: str) -> str:
     """An SQL identifier in double quotes."""

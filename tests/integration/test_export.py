@@ -20,14 +20,16 @@ from typing import Any
 
 import pandas
 import pytest
+from click import UsageError
 from pyarrow import parquet
 
 from orchestrator.cli import export as export_command
 from orchestrator.database import view_catalog
 from orchestrator.database.reader import snapshot
-from orchestrator.errors import NotFound, PlaceUnusable
+from orchestrator.errors import DatabaseUnavailable, NotFound, PlaceUnusable
 from orchestrator.reports import export as export_module
-from orchestrator.reports.export import ExportFailed, Form, export, whole_file
+from orchestrator.reports.export import Form, export
+from orchestrator.reports.whole_file import NotWritten, whole_file
 from orchestrator.settings import Home
 from orchestrator.workspace import Workspace, open_workspace
 from tests.conftest import Orch
@@ -227,9 +229,25 @@ def sweep_id(fates: Fates) -> int:
 def test_standard_output_takes_every_form(fates: Fates, home: Home, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     said = fates.orch("export", fates.name, "-o", "-", "--format", "csv")
     assert said.out.encode() == fates.exported("runs", "csv")
-    words = ["-o", "-", "--what", "findings", "--format", "parquet"]
-    export_command.command.main([fates.name, *words], standalone_mode=False, obj=home.path)
-    assert parquet.read_table(io.BytesIO(capfdbinary.readouterr().out)).num_rows == 0
+    lines = on_standard_output(fates.name, home, capfdbinary, "jsonl")
+    assert lines == fates.exported("final_metrics", "jsonl")
+    table = parquet.read_table(io.BytesIO(on_standard_output(fates.name, home, capfdbinary, "parquet")))
+    assert table.num_rows == len(lines.splitlines()) > 0
+
+
+def on_standard_output(name: str, home: Home, capfdbinary: pytest.CaptureFixture[bytes], form: str) -> bytes:
+    """What a sweep ended with, by the command in this process."""
+    words = [name, "-o", "-", "--what", "final_metrics", "--format", form]
+    export_command.command.main(words, standalone_mode=False, obj=home.path)
+    return capfdbinary.readouterr().out
+
+
+def test_parquet_is_nothing_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = os.openpty()
+    with open(leader), open(follower, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", terminal)
+        with pytest.raises(UsageError, match="Parquet is no text for a terminal: name a file"):
+            export_command.command.main(["any", "-o", "-", "--format", "parquet"], standalone_mode=False)
 
 
 def test_half_an_export_on_standard_output_is_no_success(
@@ -269,9 +287,11 @@ def test_what_breaks_off_leaves_the_older_file(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with pytest.raises(PlaceUnusable, match="no file that could be replaced"), whole_file(pipe):
         pass
-    with pytest.raises(ExportFailed, match="File too large; mend that and run it again") as error:
+    with pytest.raises(NotWritten, match="File too large; mend that and run it again") as error:
         write_too_much(path)
     assert error.value.exit_code == 1
+    with pytest.raises(DatabaseUnavailable, match=r"^it went away$"), whole_file(path):  # in its own words
+        raise DatabaseUnavailable("it went away")
     assert path.read_text() == "older"
     assert sorted(os.listdir(tmp_path)) == ["pipe.csv", "x.csv"]
 

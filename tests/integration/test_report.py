@@ -14,18 +14,20 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cli import report as report_command
 from orchestrator.database import view_catalog
 from orchestrator.errors import PlaceUnusable
 from orchestrator.ledger import SweepRow, SweepState
-from orchestrator.reports import figures_data, page_tables
+from orchestrator.reports import page as page_module
 from orchestrator.reports.compare import compare, effects
 from orchestrator.reports.health import health
-from orchestrator.reports.page import page
-from orchestrator.reports.page_file import place_for, write
+from orchestrator.reports.page import page, sections, selection
+from orchestrator.reports.page.place import place_for
 from orchestrator.reports.runs import best
 from orchestrator.reports.source import Query
 from orchestrator.reports.spec_text import spec_text
 from orchestrator.reports.table import short
+from orchestrator.reports.whole_file import whole_file
 from orchestrator.trial import Finding, Severity
 from tests.conftest import Orch, workspace_on
 
@@ -37,6 +39,11 @@ WRITTEN = {
     *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "h3", "p", "span", "div", "pre", "code"),
     *("table", "thead", "tbody", "tr", "th", "td", "wbr", "details", "summary", "figure", "figcaption", "footer"),
 }
+NUM_LINES = """() => {
+    const range = document.createRange();
+    range.selectNodeContents(document.querySelector("footer td + td"));
+    return new Set([...range.getClientRects()].map(rect => rect.top)).size;
+}"""
 SPEC = "# Does it hold?\nname: told\nparams:\n  c_z: {grid: [0, 0.001]}\n"
 
 
@@ -112,7 +119,7 @@ def of_page(query: Query, name: str, by: Any = None, metrics: Iterable[str] = ()
 
 @pytest.fixture(scope="module")
 def told(page_lab: Any) -> str:
-    """c_z x seed; at 0.001 one of two diverged, and one was found suspect."""
+    """c_z x seed; at 0.001 one of two diverged, and one was found suspect; at 0 a third failed."""
     sweep = add_sweep(
         page_lab, "told", {"c_z": {"grid": [0, 0.001]}, "seed": {"grid": [0, 1]}}, "Does it hold?\n\nYes."
     )
@@ -122,6 +129,9 @@ def told(page_lab: Any) -> str:
     trial = page_lab.ledger.trials(sweep.id)[2]
     seen = [Finding("loss_factor", Severity.ERROR, "40 times the loss", "divide", step) for step in (10, 20)]
     page_lab.ledger.add_findings(sweep.id, [(trial.id, 1, one) for one in seen])
+    page_lab.run_trial(sweep, {"c_z": 0.0, "k": 1, "seed": 2}, {10: 9.0})
+    failed = "update orch_ledger.trials set state = 'failed', reason = 'it broke' where sweep_id = %s and number = 4"
+    change(page_lab, failed, sweep.id)
     end(page_lab, sweep)
     return "told"
 
@@ -135,7 +145,9 @@ def typed(orch: Orch, page_lab: Any, tmp_path: Path) -> Orch:
 def test_the_page_says_what_the_commands_say(typed: Orch, query: Query, told: str, tmp_path: Path) -> None:
     file = tmp_path / "answer.html"
     assert typed("report", told, "-o", file).out.strip() == str(file)
-    assert file.stat().st_mode & 0o777 == 0o644
+    piped = typed("report", told, "-o", "-").out
+    assert piped.startswith("<!doctype html>")
+    assert piped.endswith("</html>")
     read = Read(file.read_text())
     for table in (compare(query, [told], None, None), effects(query, told), best(query, told, None, None, "last")):
         assert list(table.columns) in read.rows
@@ -146,11 +158,17 @@ def test_the_page_says_what_the_commands_say(typed: Orch, query: Query, told: st
     assert list(map(short, found)) in read.rows
     assert ["3", "diverged", "30", "0.001", "1", "val/mse is nan"] in read.rows
     assert spec_text(query, told) in read.text
-    for words in ("Does it hold?", "Yes.", "finished: 4 trials (1 diverged, 3 finished)", f"orch compare {told}"):
+    for words in (
+        "Does it hold?",
+        "Yes.",
+        "finished: 5 trials (1 diverged, 1 failed, 3 finished)",
+        f"orch compare {told}",
+    ):
         assert words in read.text
     [sql] = re.findall("orch sql '(.*?)'", read.text)
     _, rows = query(sql.replace("from ", "from orch."))
-    assert rows == [(0.0, 2, 0.625), (0.001, 1, 0.25)]
+    assert rows == [(0.0, 2, 0.625), (0.001, 2, 0.25)]
+    assert [list(row) for row in rows] == [list(row[:3]) for row in compare(query, [told], None, None).rows]
 
 
 def test_other_axes_and_metrics_are_those_of_compare(query: Query, told: str) -> None:
@@ -203,7 +221,7 @@ def test_what_others_wrote_is_text_for_every_reader_of_html(query: Query, hostil
         "error",
         "host",
         "device",
-        "tag",
+        "tag:",
         "tagged",
         "0",
     )
@@ -213,7 +231,7 @@ def test_what_others_wrote_is_text_for_every_reader_of_html(query: Query, hostil
     assert read.text.count("alert(1)") > 20
     assert html.count("<style>") == html.count("</style>") == 1
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    assert html.index(policy) < html.index(HOSTILE[9:14])
+    assert html.index(policy) < html.index("alert(1)")
 
 
 def test_a_browser_runs_loads_and_complains_of_nothing(
@@ -231,6 +249,7 @@ def test_a_browser_runs_loads_and_complains_of_nothing(
     for width in (1280, 400):  # nothing sticks out, however long its words
         watched.page.set_viewport_size({"width": width, "height": 900})
         assert watched.page.evaluate("document.documentElement.scrollWidth") == width
+    assert watched.page.evaluate(NUM_LINES) <= 2  # of `the comparison`, on a telephone: no word is broken
 
 
 def test_a_sweep_without_a_result_has_a_page_that_says_so(page_lab: Any, query: Query) -> None:
@@ -249,6 +268,23 @@ def test_a_sweep_without_a_result_has_a_page_that_says_so(page_lab: Any, query: 
     assert "svg" in read.tags  # the shares; there is no value to draw
 
 
+def test_the_page_of_a_sweep_that_runs_is_of_one_moment(
+    page_lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = add_sweep(page_lab, "moving", {"c_z": {"grid": [0, 1]}})
+    show(page_lab, "moving")
+
+    def after_one_more(moment: Query, *arguments: Any) -> str:
+        page_lab.run_trial(sweep, {"c_z": 1.0, "seed": 0}, {5: 2.0})
+        return page(moment, *arguments)
+
+    monkeypatch.setenv("ORCH_DATABASE_URL", page_lab.database.url)
+    monkeypatch.setattr(page_module, "page", after_one_more)
+    file = tmp_path / "moving.html"
+    report_command.command.main(["moving", "-o", str(file)], standalone_mode=False, obj=page_lab.home.path)
+    assert "0 of 0 trials so far have a result" in file.read_text()
+
+
 def test_one_trial_without_an_axis_is_a_page(page_lab: Any, query: Query) -> None:
     sweep = add_sweep(page_lab, "single", {})
     name = "長い名前🙂\u202e" + "x" * 500
@@ -256,7 +292,7 @@ def test_one_trial_without_an_axis_is_a_page(page_lab: Any, query: Query) -> Non
     end(page_lab, sweep)
     html = page(query, "single", ["note"], (), NOW)
     assert html.count("<svg") == 1  # its course; one cell is nothing to compare
-    assert name[:300] in html
+    assert name.replace("\u202e", "\\u202e")[:300] in html  # it reverses nothing
     assert name not in html
     assert "characters more" in html
 
@@ -281,12 +317,12 @@ def test_many_trials_and_points_make_a_small_page_that_names_what_it_leaves_out(
         values = spiky if number == 0 else {1: 3.0, 400: 9.0 + number}
         page_lab.run_trial(sweep, {"c_z": float(number), "seed": 0}, values)
     end(page_lab, sweep)
-    monkeypatch.setattr(figures_data, "MAX_CURVES", 4)
-    monkeypatch.setattr(page_tables, "MAX_ROWS", 5)
+    monkeypatch.setattr(selection, "MAX_CURVES", 4)
+    monkeypatch.setattr(page_module, "MAX_ROWS", 5)
     drawn = [{"trial": 0, "state": "finished", "diverged_at": None}]
-    same = figures_data.Shades(None, [], {0: "s0"})
-    monkeypatch.setattr(figures_data, "MAX_CURVE_POINTS", 40)
-    [piece] = figures_data.curves(query, "many", "val/mse", drawn, same)[0].pieces
+    same = selection.Shades(None, [], {0: "s0"})
+    monkeypatch.setattr(selection, "MAX_CURVE_POINTS", 40)
+    [piece] = selection.curves(query, "many", "val/mse", drawn, same)[0].pieces
     assert (333, 1e6) in piece  # a spike of one step among hundreds
     assert piece[0] == (1, spiky[1])
     assert piece[-1] == (400, spiky[400])
@@ -308,9 +344,15 @@ def test_a_wrong_request_is_one_block_and_writes_nothing(typed: Orch, told: str,
 def test_an_older_report_is_replaced_and_no_other_file(query: Query, told: str, tmp_path: Path) -> None:
     report, other, empty = tmp_path / "r.html", tmp_path / "sweep.yaml", tmp_path / "empty.html"
     html = page(query, told, None, (), NOW)
-    write(place_for(report), html.replace("Does it hold?", "an older one"))
-    write(place_for(report), html)
+    report.write_text(html.replace("Does it hold?", "an older one"))
+    others = os.umask(0o077)  # what a page names is for whoever the person lets read it
+    try:
+        with whole_file(place_for(report)) as file:
+            file.write(html.encode())
+    finally:
+        os.umask(others)
     assert report.read_text() == html
+    assert report.stat().st_mode & 0o777 == 0o600
     other.write_text("workload: moe_router\n")
     with pytest.raises(PlaceUnusable, match=r"sweep\.yaml exists and is no report of orch"):
         place_for(other)
@@ -328,5 +370,23 @@ def test_a_place_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) 
         place_for(tmp_path)
     with pytest.raises(PlaceUnusable, match="name too long"):
         place_for(tmp_path / ("x" * 300))
+    os.symlink(tmp_path / "loop.html", tmp_path / "loop.html")
+    with pytest.raises(PlaceUnusable, match=r"Symlink loop.*; name another file"):
+        place_for(tmp_path / "loop.html")
     os.symlink(tmp_path / "there.html", tmp_path / "link.html")
     assert place_for(tmp_path / "link.html") == tmp_path / "there.html"
+
+
+def test_a_metric_without_a_number_is_named_and_takes_no_other_metrics_place(
+    page_lab: Any, query: Query, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = add_sweep(page_lab, "huge", {"c_z": {"grid": [0, 1, 2]}})
+    for number in range(3):
+        run_id = page_lab.run_trial(sweep, {"c_z": float(number), "seed": 0}, {10: 1e298, 20: 1e299})
+        page_lab.client.log_metric(run_id, "train/loss", 1.0, step=10)
+    end(page_lab, sweep)
+    monkeypatch.setattr(sections, "MAX_METRICS", 1)
+    read = of_page(query, "huge", None, ["val/mse", "router/z", "train/loss"])
+    assert "last value over c_z" in read.text
+    assert "beyond the first 1: train/loss" in read.text
+    assert "nothing that a figure could show: val/mse" in read.text

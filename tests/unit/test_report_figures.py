@@ -11,9 +11,20 @@ from typing import Any
 
 import pytest
 
-from orchestrator.reports import figures_data
-from orchestrator.reports.figures import Curve, Row, Share, curves_svg, frame_of, relation_svg, rows_svg, shares_svg
-from orchestrator.reports.figures_data import chosen, panels, relation, shades
+from orchestrator.reports.cells import cells_of
+from orchestrator.reports.page import drawing, selection
+from orchestrator.reports.page.drawing import (
+    LABEL_LENGTH,
+    Curve,
+    Row,
+    Share,
+    curves_svg,
+    frame_of,
+    relation_svg,
+    rows_svg,
+    shares_svg,
+)
+from orchestrator.reports.page.selection import chosen, panels, relation, shades
 
 HOSTILE = r"$\frac{1}{0}$ </text></svg><script>alert(1)</script> ]]> {{7*7}} \x01 " + "\x01\ufffe\u202e"
 
@@ -84,6 +95,50 @@ def test_a_line_over_an_axis_joins_trials_that_are_equal_but_for_it_and_averages
     assert len({colour for colour, _ in drawn.lines}) == 2
 
 
+def test_a_line_breaks_where_a_seed_diverged_instead_of_falling_to_the_mean_of_the_survivors() -> None:
+    records = [
+        trial(2 * place + seed, 1.0 + lr + seed, "diverged" if (lr, seed) in gone else "finished", lr=lr, seed=seed)
+        for gone in [[(0.3, 0), (0.3, 1), (0.9, 1)]]
+        for place, lr in enumerate((0.1, 0.2, 0.3, 0.4, 0.5, 0.9))
+        for seed in (0, 1)
+    ]
+    drawn = relation(records, "lr", "loss", "min", True, shades(records, []))
+    assert drawn is not None
+    places = [[place for place, _ in line] for _, line in drawn.lines]
+    assert places == [[0.1, 0.2], [0.4, 0.5]]
+    assert drawn.lines[1][1] == [(0.4, pytest.approx(1.9)), (0.5, pytest.approx(2.0))]
+
+
+def test_a_mean_over_fewer_than_all_says_over_how_many() -> None:
+    fates = ["finished", "finished", "diverged", "failed", "diverged"]
+    members = [trial(number, 1.0 + number, fate) for number, fate in enumerate(fates)]
+    whole, part, none = selection.rows(
+        [([0], members[:2]), ([1], members), ([2], members[2:3])], "loss", shades(members, [])
+    )
+    assert (whole.mean, whole.note) == (1.5, "")
+    assert (part.mean, part.note) == (1.5, "2 of 5: 2 diverged, 1 failed")
+    assert (none.mean, none.note) == (None, "1 diverged")
+
+
+def test_a_row_of_several_colours_has_none_of_them_nor_has_what_no_axis_shades() -> None:
+    records = [trial(number, 1.0, "diverged", kind=number // 2, lr=(number % 2, 1)[number // 2]) for number in range(4)]
+    cells, shading = cells_of(records, ["kind"]), shades(records, ["lr"])
+    assert [row.colour for row in selection.rows(cells, "loss", shading)] == ["ink", shading.of[1]]
+    assert [share.colour for share in selection.shares(cells, shading, False)] == ["ink", shading.of[1]]
+    assert set(shades(records, []).of.values()) == {"ink"}  # a colour of the legend would mean one of its values
+
+
+def test_rows_keep_in_their_names_what_tells_them_apart() -> None:
+    long = "transformer-with-moe-and-residual-"
+    values = [[f"{long}a", 0.1], [f"{long}a", 0.2], [f"{long}b", 0.2]]
+    rows = selection.rows([(own, [trial(0, 1.0)]) for own in values], "loss", shades([trial(0, 1.0)], []))
+    names = [row.label for row in rows]
+    assert len(set(names)) == 3
+    assert all(len(name) <= LABEL_LENGTH for name in names)
+    drawn = rows_svg(rows, "rows")
+    assert all(name in drawn for name in names)
+
+
 def test_axes_that_no_colour_tells_make_panels_while_these_are_few() -> None:
     records = [trial(n, 1.0, c_z=n % 2, k=n % 3, lr=n) for n in range(12)]
     named, pooled = panels(records, ["c_z", "k", "lr"], "c_z")
@@ -145,7 +200,13 @@ def test_texts_in_a_drawing_are_neither_mathematics_nor_markup() -> None:
 @pytest.mark.parametrize(
     "values", [[0.0], [1e-150, 1e150], [-1e150, 0.0, 1.0], [5e-324, 1e150], [0.1, math.nextafter(0.1, 1)]]
 )
-def test_every_value_that_counts_has_a_place(values: list[float]) -> None:
+def test_every_value_that_counts_has_a_place(values: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, original = [], drawing.svg
+
+    def kept(draw: Any, height: float, about: str) -> str:
+        return original(lambda axes: (draw(axes), drawn.append(axes)), height, about)
+
+    monkeypatch.setattr(drawing, "svg", kept)
     curves = [curve(*values)]
     frame = frame_of(curves)
     assert frame is not None
@@ -156,10 +217,22 @@ def test_every_value_that_counts_has_a_place(values: list[float]) -> None:
         warnings.simplefilter("error")
         curves_svg(curves, frame, "curves")
         relation_svg(course, "x", "course")
+    assert places(drawn[0]).keys() == set(values)
+    assert places(drawn[1]).keys() == {*values, 2.0, 3.0}
+    for share in (one for axes in drawn for one in places(axes).values()):
+        assert all(-1e-9 <= side <= 1 + 1e-9 for side in share)  # its lowest step lies on the edge, but for rounding
+
+
+def places(axes: Any) -> dict[float, tuple[float, float]]:
+    """By value: where it lies between the two ends of each axis, as shares."""
+    points = [point for line in axes.lines for point in line.get_xydata()]
+    pixels = axes.transData.transform(points)
+    shares = axes.transAxes.inverted().transform(pixels)
+    return {float(value): tuple(share) for (_, value), share in zip(points, shares, strict=True)}
 
 
 def test_a_value_that_no_axis_can_hold_counts_as_none() -> None:
     records = [trial(0, 1.7e308, x=1), trial(1, 1.0, x=2), trial(2, 2.0, x=10**400)]
-    [row] = figures_data.rows([([1], records)], "loss", shades(records, []))
-    assert (row.values, row.mean, row.note) == ([1.0, 2.0], 1.5, "1 without a finite value")
+    [row] = selection.rows([([1], records)], "loss", shades(records, []))
+    assert (row.values, row.mean, row.note) == ([1.0, 2.0], 1.5, "2 of 3: 1 without a number")
     assert shades(records, ["x"]).legend[0] == ("c0", "1")  # words, not places on a line

@@ -1,10 +1,7 @@
-"""Puts a page where the person wants it, whole or not at all. Replaces no file that is not a report."""
+"""Says where a page may be written: in the place of no file but an older report. Writes nothing."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from orchestrator.errors import PlaceUnusable
@@ -24,8 +21,9 @@ def place_for(path: Path) -> Path:
             raise PlaceUnusable(f"-o  {path} is no regular file; -o - writes to standard output")
         if target.exists() and not is_report(target):
             raise PlaceUnusable(f"-o  {path} exists and is no report of orch; move it away, or name another file")
-    except OSError as error:
-        raise PlaceUnusable(f"-o  {path}: {error.strerror}; name another file") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: of links that lead to each other
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PlaceUnusable(f"-o  {path}: {reason}; name another file") from None
     return target
 
 
@@ -34,20 +32,3 @@ def is_report(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     return not head or MARK in head
-
-
-def write(target: Path, text: str) -> None:
-    """Beside it first, then in its place. Raises PlaceUnusable; a full disk raises OSError, which `orch` tells."""
-    draft = None
-    try:
-        descriptor, draft = tempfile.mkstemp(prefix=".orch-report-", dir=target.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(draft, 0o644)  # mkstemp's 0600 is not for a page that is sent around
-        os.replace(draft, target)
-    except PermissionError as error:
-        raise PlaceUnusable(f"-o  {target}: {error.strerror}; name a file in another folder") from None
-    finally:
-        if draft is not None:
-            with suppress(FileNotFoundError):  # it has its place
-                os.unlink(draft)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from orchestrator.reports.figures import Curve, Relation, Row, Share
-from orchestrator.reports.figures_svg import NUM_SHADES, label
+from orchestrator.reports.cells import Cell, Record, alike, cells_of, diverged_of, is_diverged, is_sound, unstable_of
+from orchestrator.reports.page.drawing import LABEL_LENGTH, Curve, Relation, Row, Share
+from orchestrator.reports.page.svg import NUM_SHADES, label
 from orchestrator.reports.source import Query
 from orchestrator.reports.statistics import finite, mean_and_spread, wilson
 from orchestrator.reports.table import short
 from orchestrator.spec.domains import is_number
-from orchestrator.trial import TrialState, canonical_json
+from orchestrator.trial import canonical_json
 
-Record = Mapping[str, Any]  # of `source.trial_records`
 Item = TypeVar("Item")
 
 MAX_CURVES = 96  # of one metric
@@ -31,6 +32,9 @@ MAX_DOTS = 400  # of one metric over one axis
 MAX_LINES = 40
 MAX_WORDS = 12  # along an axis
 MAX_NAME = 40  # characters of a value that names something
+MIN_NAME = 4  # of one of many values
+BETWEEN = " · "  # values
+NEUTRAL = "ink"  # the colour of what has no value of the shaded axis, or several
 NUM_BANDS = 5  # of values that are too many for a colour each
 LARGEST = 1e150  # beyond it, where squares are no numbers, no axis can be computed: as good as infinite here
 
@@ -47,9 +51,9 @@ POINTS = """
         from (
             select
                 trial, step, value,
-                abs(value) <= %s as is_finite,
-                floor(step::float8 * %s / (1 + max(step) over ())) as bin
-            from orch.metrics where sweep = %s and key = %s and trial = any(%s)
+                abs(value) <= %(largest)s as is_finite,
+                floor(step::float8 * %(bins)s / (1 + max(step) over ())) as bin
+            from orch.metrics where sweep = %(sweep)s and key = %(metric)s and trial = any(%(trials)s)
         ) as point
     ) as ranked
     where is_end or case when is_finite then from_lowest = 1 or from_highest = 1 else from_first = 1 end
@@ -59,11 +63,16 @@ POINTS = """
 
 @dataclass(frozen=True)
 class Shades:
-    """The colour of each trial, by the values of one axis; without an axis all have the same."""
+    """The colour of each trial, by the values of one axis; without an axis all have the neutral one."""
 
     axis: str | None
     legend: Sequence[tuple[str, str]]  # colour, what it stands for
     of: Mapping[int, str]  # by the trial's number
+
+    def shared(self, members: Iterable[Record]) -> str:
+        """The one colour of all members, or the neutral one."""
+        colours = {self.of[one["trial"]] for one in members}
+        return colours.pop() if len(colours) == 1 else NEUTRAL
 
 
 def shades(records: Sequence[Record], axes: Iterable[str]) -> Shades:
@@ -78,7 +87,7 @@ def shades(records: Sequence[Record], axes: Iterable[str]) -> Shades:
             colours = {key: f"c{place}" for place, key in enumerate(values)}
             of = {record["trial"]: colours[canonical_json(record["config"].get(axis))] for record in records}
             return Shades(axis, [(colours[key], _word(value)) for key, value in values.items()], of)
-    return Shades(None, [], {record["trial"]: "s2" for record in records})
+    return Shades(None, [], {record["trial"]: NEUTRAL for record in records})
 
 
 def _by_number(axis: str, records: Sequence[Record], values: Sequence[float]) -> Shades:
@@ -142,19 +151,12 @@ def _value(record: Record, metric: str) -> float | None:
     return value if is_sound(record) and abs(value) <= LARGEST else None
 
 
-def is_sound(record: Record) -> bool:
-    return TrialState(record["state"]).is_sound
-
-
-def is_diverged(record: Record) -> bool:
-    return bool(record["state"] == TrialState.DIVERGED)
-
-
 def curves(query: Query, sweep: str, metric: str, drawn: Sequence[Record], shading: Shades) -> dict[int, Curve]:
     """By trial; those that never reported the metric have none. Thinned so that every spike stays."""
     bins = max(20, MAX_CURVE_POINTS // (2 * max(1, len(drawn))))
-    numbers = [record["trial"] for record in drawn]
-    _, rows = query(POINTS, (LARGEST, bins, sweep, metric, numbers))
+    trials = [record["trial"] for record in drawn]
+    wanted = {"largest": LARGEST, "bins": bins, "sweep": sweep, "metric": metric, "trials": trials}
+    _, rows = query(POINTS, wanted)
     points = {trial: list(own) for trial, own in itertools.groupby(rows, key=lambda row: row[0])}
     return {
         record["trial"]: Curve(
@@ -174,18 +176,7 @@ def _pieces(rows: Iterable[Sequence[Any]]) -> list[list[tuple[int, float]]]:
     return [[(step, value) for _, step, value in run] for is_drawn, run in runs if is_drawn]
 
 
-def cells_of(records: Sequence[Record], axes: Sequence[str]) -> list[tuple[list[Any], list[Record]]]:
-    """The trials by their values of the axes, in the order of trials."""
-    groups: dict[str, tuple[list[Any], list[Record]]] = {}
-    for record in records:
-        values = [record["config"].get(axis) for axis in axes]
-        groups.setdefault(canonical_json(values), (values, []))[1].append(record)
-    return list(groups.values())
-
-
-def shown_cells(
-    cells: Sequence[tuple[list[Any], list[Record]]], metric: str, mode: str
-) -> list[tuple[list[Any], list[Record]]]:
+def best_cells(cells: Sequence[Cell], metric: str, mode: str) -> list[Cell]:
     """All, or those with the best means; in their order."""
     if len(cells) <= MAX_ROWS:
         return list(cells)
@@ -195,14 +186,13 @@ def shown_cells(
     return [cells[place] for place in sorted(ranked[:MAX_ROWS])]
 
 
-def rows(cells: Sequence[tuple[list[Any], list[Record]]], metric: str, shading: Shades) -> list[Row]:
+def rows(cells: Sequence[Cell], metric: str, shading: Shades) -> list[Row]:
     """The last values of each cell's trials that are sound, as the comparison has them."""
     lines = []
     for values, members in cells:
         numbers = sorted(finite(_value(record, metric) for record in members))
-        note = _missing(members, len(numbers))
-        colour = shading.of[members[0]["trial"]]
-        lines.append(Row(_row_name(values), colour, _spread(numbers, MAX_ROW_DOTS), _mean(members, metric), note))
+        dots, mean = _spread(numbers, MAX_ROW_DOTS), _mean(members, metric)
+        lines.append(Row(_row_name(values), shading.shared(members), dots, mean, _missing(members, metric)))
     return lines
 
 
@@ -210,29 +200,24 @@ def _mean(members: Sequence[Record], metric: str) -> float | None:
     return mean_and_spread(_value(record, metric) for record in members)[0]
 
 
-def _missing(members: Sequence[Record], num_finite: int) -> str:
-    """`1 of 3 diverged, 1 without a finite value`."""
-    num_diverged, num_sound = sum(map(is_diverged, members)), sum(map(is_sound, members))
-    parts = [f"{num_diverged} of {num_sound + num_diverged} diverged"] if num_diverged else []
-    if num_sound > num_finite:
-        parts.append(f"{num_sound - num_finite} without a finite value")
-    return ", ".join(parts)
+def _missing(members: Sequence[Record], metric: str) -> str:
+    """Of how many the mean is, and why: `2 of 4: 1 diverged, 1 failed`; empty where every trial has its value."""
+    without = [one for one in members if _value(one, metric) is None]
+    reasons = Counter("without a number" if is_sound(one) else one["state"] for one in without)
+    num_valued = len(members) - len(without)
+    mean_of = f"{num_valued} of {len(members)}: " if without and num_valued else ""
+    return mean_of + ", ".join(f"{num} {reason}" for reason, num in reasons.most_common())
 
 
-def shares(cells: Sequence[tuple[list[Any], list[Record]]], shading: Shades, has_rule: bool) -> list[Share]:
+def shares(cells: Sequence[Cell], shading: Shades, has_rule: bool) -> list[Share]:
     """How many of each cell's results diverged, or are unstable where the sweep says what that is."""
     lines = []
     for values, members in cells:
-        results = [record for record in members if TrialState(record["state"]).is_result]
-        known = [bool(one["unstable"]) if has_rule else is_diverged(one) for one in results if _is_known(one, has_rule)]
-        interval = wilson(sum(known), len(known))
+        count, n = unstable_of(members) if has_rule else diverged_of(members)
+        interval = wilson(count, n)
         if interval:
-            lines.append(Share(_row_name(values), shading.of[members[0]["trial"]], sum(known), len(known), *interval))
+            lines.append(Share(_row_name(values), shading.shared(members), count, n, *interval))
     return lines
-
-
-def _is_known(record: Record, has_rule: bool) -> bool:
-    return not has_rule or record["unstable"] is not None
 
 
 def relation(
@@ -254,7 +239,7 @@ def relation(
     diverged = _spread(sorted(filter(is_diverged, having), key=place), MAX_DOTS // 4)
     return Relation(
         [(place(one), one["metrics"][metric], shading.of[one["trial"]]) for one in ranked],
-        _lines(valued, axis, metric, shading, place) if is_grid else [],
+        _lines(having, axis, metric, shading, place) if is_grid else [],
         [(place(one), shading.of[one["trial"]]) for one in diverged],
         [] if numeric else [short(value) for value in values.values()],
     )
@@ -263,17 +248,27 @@ def relation(
 def _lines(
     records: Sequence[Record], axis: str, metric: str, shading: Shades, place: Any
 ) -> list[tuple[str, list[tuple[float, float]]]]:
-    """One a setting of everything else, through the means over its seeds; of many, some."""
-    others = sorted({name for record in records for name in record["params"]} - {axis, "seed"})
+    """One a setting of everything else, through the means over its seeds; of many, some.
+
+    Broken where a seed has no value: a mean over the others falls where they are the ones that survive.
+    """
     lines = []
-    for _, members in cells_of(records, others):
-        heights: dict[float, list[float]] = {}
-        for one in members:
-            heights.setdefault(place(one), []).append(one["metrics"][metric])
-        if len(heights) > 1:
-            line = [(at, sum(own) / len(own)) for at, own in sorted(heights.items())]
-            lines.append((shading.of[members[0]["trial"]], line))
-    return _spread(lines, MAX_LINES)
+    for members in alike(records, (axis, "seed")):
+        pieces = [piece for piece in _whole_means(members, metric, place) if len(piece) > 1]
+        if pieces:
+            lines.append((shading.shared(members), pieces))
+    return [(colour, piece) for colour, pieces in _spread(lines, MAX_LINES) for piece in pieces]
+
+
+def _whole_means(members: Sequence[Record], metric: str, place: Any) -> list[list[tuple[float, float]]]:
+    """(place, mean) in pieces of places at which every seed of the members has a value."""
+    num_seeds = len(_distinct(one["params"].get("seed") for one in members))
+    heights: dict[float, list[float]] = {}
+    for one in members:
+        value = _value(one, metric)
+        heights.setdefault(place(one), []).extend([] if value is None else [value])
+    runs = itertools.groupby(sorted(heights.items()), key=lambda item: len(item[1]) == num_seeds)
+    return [[(at, sum(own) / num_seeds) for at, own in run] for is_whole, run in runs if is_whole]
 
 
 def named_values(axes: Sequence[str], values: Sequence[Any]) -> str:
@@ -282,7 +277,12 @@ def named_values(axes: Sequence[str], values: Sequence[Any]) -> str:
 
 
 def _row_name(values: Sequence[Any]) -> str:
-    return " · ".join(map(_word, values))
+    """Of each value as much as a line has room for: any of them may be what tells two rows apart."""
+    words = list(map(short, values))
+    room = LABEL_LENGTH - len(BETWEEN) * (len(words) - 1)
+    fits = (most for most in range(room, MIN_NAME, -1) if sum(min(len(word), most) for word in words) <= room)
+    longest = next(fits, MIN_NAME)
+    return BETWEEN.join(label(word, longest) for word in words)
 
 
 def _word(value: Any) -> str:

@@ -10,7 +10,8 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -27,27 +28,61 @@ _NAME_OF = {code: name for name, code in HEX.items()}
 WIDTH = 4.8  # inches of 72 CSS pixels
 _NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _DRAWN: Any = {
-    **{"svg.fonttype": "none", "text.parse_math": False, "font.size": 10.0, "axes.linewidth": 0.8},
-    **{"axes.spines.top": False, "axes.spines.right": False, "axes.unicode_minus": False},
-    **{name: HEX["ink"] for name in ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")},
-    **{name: HEX["faint"] for name in ("axes.edgecolor", "xtick.color", "ytick.color", "grid.color")},
-    **{"axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.8, "axes.axisbelow": True},
-    **{"figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none"},
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 10.0,
+    "text.color": HEX["ink"],
+    "axes.labelcolor": HEX["ink"],
+    "xtick.labelcolor": HEX["ink"],
+    "ytick.labelcolor": HEX["ink"],
+    "axes.edgecolor": HEX["faint"],
+    "xtick.color": HEX["faint"],
+    "ytick.color": HEX["faint"],
+    "grid.color": HEX["faint"],
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.unicode_minus": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.8,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
 }
 
 
 def label(text: str, length: int) -> str:
-    """One line of at most `length` characters that an SVG can hold."""
-    line = _NO_XML.sub("\ufffd", shown(" ".join(text[: 4 * length].split())))
-    return line if len(line) <= length else line[: length - 1] + "…"
+    """One line of at most `length` characters that an SVG can hold; of a longer text both ends."""
+    some = text if len(text) <= 8 * length else text[: 4 * length] + text[-4 * length :]
+    line = _NO_XML.sub("\ufffd", shown(" ".join(some.split())))
+    num_last = (length - 1) // 2
+    return line if len(line) <= length else f"{line[: length - 1 - num_last]}…{line[-num_last:]}"
 
 
 def svg(draw: Callable[[Axes], None], height: float, about: str) -> str:
     """What `draw` leaves on one pair of axes. The same input gives the same text, whatever the user's matplotlibrc."""
+    with _silent("matplotlib"):  # that a font cache is being built helps nobody here
+        return _inlined(_document(draw, height, about), about)
+
+
+@contextmanager
+def _silent(library: str) -> Iterator[None]:
+    """Nothing but errors from the library's logger."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _document(draw: Callable[[Axes], None], height: float, about: str) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # that a font cache is being built helps nobody here
     written = io.StringIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # the reader's browser has it, or has it not
@@ -59,7 +94,7 @@ def svg(draw: Callable[[Axes], None], height: float, about: str) -> str:
         draw(axes)
         _plain_ticks(axes)
         figure.savefig(written, format="svg", metadata={"Date": None})
-    return _inlined(written.getvalue(), about)
+    return written.getvalue()
 
 
 def _plain_ticks(axes: Axes) -> None:

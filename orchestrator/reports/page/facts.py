@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.reports.cells import Record, diverged_of, unstable_of
 from orchestrator.reports.source import Query, SweepFacts, quoted, view_of
 from orchestrator.reports.statistics import wilson
 from orchestrator.reports.table import Table, counted
@@ -17,10 +18,10 @@ MAX_FAILURES = 40
 MAX_TRACEBACKS = 5
 SHORT_COMMIT = 10  # characters
 
-BAD_STATES = ("failed", "lost", "killed", "diverged")
+BAD_STATES = (TrialState.FAILED, TrialState.LOST, TrialState.KILLED, TrialState.DIVERGED)
 
 
-def standing(query: Query, facts: SweepFacts, counts: Mapping[str, int]) -> list[str]:
+def in_brief(query: Query, facts: SweepFacts, counts: Mapping[str, int]) -> list[str]:
     """State and counts; when and how long; where; tags. A phrase each."""
     columns, [row] = query(
         "select started_at, ended_at, seconds, workload, tags from orch.sweeps where sweep = %s", (facts.name,)
@@ -81,14 +82,11 @@ def unfinished(facts: SweepFacts, counts: Mapping[str, int], made_at: dt.datetim
     return f"This sweep is not finished ({facts.state}): {part}. It goes on with: {way_on}"
 
 
-def stability_in_words(records: Sequence[Mapping[str, Any]], has_rule: bool) -> list[str]:
+def stability_in_words(records: Sequence[Record], has_rule: bool) -> list[str]:
     """How many of all results diverged, and are unstable where the sweep says what that is; with 95 % intervals."""
-    results = [record for record in records if TrialState(record["state"]).is_result]
-    known = [bool(record["unstable"]) for record in results if record["unstable"] is not None]
-    diverged = sum(record["state"] == TrialState.DIVERGED for record in results)
-    sentences = [_share("diverged", diverged, len(results))]
+    sentences = [_share("diverged", *diverged_of(records))]
     if has_rule:
-        sentences.append(_share("unstable, diverged ones included", sum(known), len(known)))
+        sentences.append(_share("unstable, diverged ones included", *unstable_of(records)))
     return [sentence for sentence in sentences if sentence]
 
 
@@ -106,10 +104,10 @@ def failures(query: Query, facts: SweepFacts) -> tuple[Table, list[tuple[str, st
         """
         select trial, state, coalesce(diverged_at, last_step), params,
                coalesce(nullif(reason, ''), split_part(error, E'\n', 1)), error
-        from orch.runs where sweep = %s and state = any(%s)
-        order by array_position(%s, state), trial limit %s
+        from orch.runs where sweep = %(sweep)s and state = any(%(states)s)
+        order by array_position(%(states)s, state), trial limit %(limit)s
         """,
-        (facts.name, list(BAD_STATES), list(BAD_STATES), MAX_FAILURES),
+        {"sweep": facts.name, "states": list(map(str, BAD_STATES)), "limit": MAX_FAILURES},
     )
     lines = [
         [trial, state, step, *(params.get(axis) for axis in facts.axes), reason]
@@ -129,12 +127,16 @@ def failures_command(sweep: str) -> str:
 
 
 def sql_command(query: Query, facts: SweepFacts, metric: str, axes: Sequence[str]) -> str:
-    """A query of the sweep's own view that groups as the page does; columns that it has not are left out."""
+    """A query of the sweep's own view that counts and averages as the page does; columns that it has not are left out.
+
+    Single quotes are for the shell: that a value is finite is said without them.
+    """
     known, _ = query(f"select * from {view_of(facts.name)} limit 0")
     column = next((name for name in (f"{metric}_metric", metric) if name in known), None)
     by = [quoted(axis) for axis in axes if axis in known]
-    mean = [f"avg({quoted(column)})"] if column else []
-    text = f"select {', '.join([*by, 'count(*)', *mean])} from {quoted('sweep_' + facts.name)} where not diverged"
+    mean = [f"avg({quoted(column)}) filter (where not diverged and abs({quoted(column)}) < 1e308)"] if column else []
+    what = ", ".join([*by, "count(*) as n", *mean])
+    text = f"select {what} from {quoted('sweep_' + facts.name)} where verdict is not null"
     places = ", ".join(str(place) for place in range(1, len(by) + 1))
     return command("sql", text + (f" group by {places} order by {places}" if by else ""))
 

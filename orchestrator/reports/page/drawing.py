@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.reports.figures_svg import HEX, label, svg
+from orchestrator.reports.page.svg import HEX, label, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HEIGHT = 3.1  # inches
 ROW_HEIGHT = 0.27
-LABEL_LENGTH = 30  # characters of a row's name
+LABEL_LENGTH = 30  # characters of a row's name, and of its note
 SMALLEST = 1e-150  # below it a value is as good as 0
 DECADES = 100.0  # a metric spans decades: its largest value over its smallest
 
@@ -38,7 +38,7 @@ class Row:
     colour: str
     values: Sequence[float]  # finite
     mean: float | None
-    note: str  # what no dot can say, such as `1 of 3 diverged`
+    note: str  # what no dot can say, such as `2 of 3: 1 diverged`
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Relation:
     """A metric over the values of one axis: points of trials, lines of all else equal, where runs diverged."""
 
     points: Sequence[tuple[float, float, str]]  # place on the axis, value, colour
-    lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]  # colour, points
+    lines: Sequence[tuple[str, Sequence[tuple[float, float]]]]  # colour, points; one that breaks is several
     diverged: Sequence[tuple[float, str]]  # place on the axis, colour
     words: Sequence[str]  # of an axis of words, at the places 0, 1, ...; empty for numbers
 
