@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -97,6 +98,7 @@ def main() -> None:
     from orchestrator.trial import shown
 
     sys.excepthook = _show_masked
+    _open_closed_streams()
     try:
         with interruptible():
             code = cli.main(prog_name="orch", standalone_mode=False)
@@ -128,6 +130,17 @@ def main() -> None:
         code = 2
     exec("")  # after an interrupt inside an exec of text (a dataclass was made) Python would end by SIGINT: reset
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_closed_streams() -> None:
+    """What the shell closed (`>&-`) leads nowhere: else the next socket that is opened here gets its number."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _show_masked(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

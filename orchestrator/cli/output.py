@@ -30,7 +30,7 @@ def standard_output() -> Iterator[BinaryIO]:
     `sys.stdout.buffer` promises neither: unbuffered (PYTHONUNBUFFERED) it may write a part, else it may fail at exit.
     Raises PlaceUnusable where it is closed.
     """
-    if sys.stdout is None:  # closed; its number may be that of our connection now
+    if sys.__stdout__ is None:  # closed when we began
         raise PlaceUnusable("-o -  standard output is closed; name a file")
     sys.stdout.flush()
     with open(sys.stdout.fileno(), "wb", closefd=False) as out:

@@ -30,10 +30,14 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Output:
-    """A stream that calls `unread`, and leads nowhere from then on, when nobody can read it any more."""
+    """A stream that calls `unread`, and leads nowhere from then on, when nobody can read it any more.
+
+    A disk that is full costs it what is said meanwhile, as far as its buffer does not hold it, and no more.
+    """
 
     def __init__(self, stream: TextIO, unread: Callable[[], None]) -> None:
         self._stream, self._unread = stream, unread
+        self._is_terminal = stream.isatty()
 
     def write(self, text: str) -> int:
         with self._read_by_somebody():
@@ -44,6 +48,10 @@ class Output:
         with self._read_by_somebody():
             self._stream.flush()
 
+    def isatty(self) -> bool:
+        """As it was at first: a table that asks a closed terminal would stop drawing and never meet the error."""
+        return self._is_terminal
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
@@ -51,8 +59,10 @@ class Output:
     def _read_by_somebody(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # a terminal that closed, a `tee` that Ctrl-C ended
-            if error.errno not in (errno.EPIPE, errno.EIO):
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return  # `orch logs` has it
+            if error.errno not in (errno.EPIPE, errno.EIO):  # a `tee` that Ctrl-C ended, a terminal that closed
                 raise
             silence([1, 2] if os.path.sameopenfile(1, 2) else [1])
             self._unread()
@@ -257,7 +267,7 @@ def drive(command: Callable[[Observer], SweepEnding], fmt: Format, ready_fd: int
             kept.said(line)
         kept.said(f"{END} with exit code {ending.exit_code}")
         print_end(ending, fmt)
-    except OrchError as error:
+    except (OrchError, OSError) as error:
         kept.said(f"{END}: {error}")
         raise
     finally:

@@ -89,7 +89,7 @@ def test_half_an_answer_on_standard_output_is_an_error_also_where_python_buffers
 
 
 def test_a_closed_standard_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)  # as `>&-` leaves it
+    monkeypatch.setattr(sys, "__stdout__", None)  # as `>&-` leaves it
     with pytest.raises(PlaceUnusable, match="standard output is closed; name a file"), standard_output():
         pass
 
