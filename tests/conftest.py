@@ -28,7 +28,9 @@ from orchestrator.database import embedded
 from orchestrator.database.connection import Database
 from orchestrator.settings import Home
 from orchestrator.workspace import Workspace, open_workspace
-from tests.warm import type_warm
+from tests.warm import WarmProcess, type_warm
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: small tensors, and on two busy cores a second thread only spins
 
 DatabaseOn = Callable[..., AbstractContextManager[str]]
 
@@ -173,7 +175,7 @@ ROOT = Path(__file__).parents[1]
 class Orch:
     """Runs `orch` in a process of its own, in a folder whose module `orch_lab` holds small workloads.
 
-    `start` is a cold process, whose signals, group and output are those of a terminal; a call is a warm one.
+    A call waits for the end, `start_warm` does not. `start` is a cold process, for what happens while it imports.
     """
 
     env: dict[str, str]
@@ -199,6 +201,9 @@ class Orch:
             start_new_session=True,
         )
 
+    def start_warm(self, *arguments: object) -> WarmProcess:
+        return WarmProcess(list(map(str, arguments)), LAB, self.env)
+
     def sweep_file(self, text: str, name: str) -> Path:
         """A sweep file called `name`.yaml."""
         path = self.folder / f"{name}.yaml"
@@ -222,7 +227,8 @@ class Done:
 @pytest.fixture(scope="session")
 def orch(home: Home, server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Orch:
     """`orch` on the embedded server of this test run."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("ORCH_", "RAY_", "MLFLOW_"))}
+    ours = ("ORCH_", "RAY_", "MLFLOW_", "OMP_NUM_THREADS")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env |= {"ORCH_HOME": str(home.path), "COLUMNS": "200"}
     return Orch(env, tmp_path_factory.mktemp("sweeps"))
 

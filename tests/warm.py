@@ -11,9 +11,13 @@ import atexit
 import importlib
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -35,7 +39,7 @@ def type_warm(arguments: Sequence[str], folder: Path, env: Mapping[str, str], ti
     """Exit code (-n: killed by signal n), output and errors. Raises TimeoutError, after killing it."""
     with tempfile.TemporaryDirectory() as streams:
         out, err = Path(streams, "out"), Path(streams, "err")
-        process = fork_server().Process(target=_orch, args=(list(arguments), folder, dict(env), out, err))
+        process = fork_server().Process(target=_orch_into_files, args=(list(arguments), folder, dict(env), out, err))
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
@@ -45,9 +49,68 @@ def type_warm(arguments: Sequence[str], folder: Path, env: Mapping[str, str], ti
         return process.exitcode, out.read_text(), err.read_text()
 
 
-def _orch(arguments: list[str], folder: Path, env: dict[str, str], out: Path, err: Path) -> None:
+class WarmProcess:
+    """A command that runs, in a session of its own, with the handles of a `Popen` whose errors go to its output."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, env: Mapping[str, str]) -> None:
+        context = fork_server()
+        output, said = context.Pipe(duplex=False)
+        self._process = context.Process(target=_orch_in_a_session, args=(list(arguments), folder, dict(env), said))
+        self._process.start()
+        said.close()  # the command has it
+        self.stdout = os.fdopen(os.dup(output.fileno()), encoding="utf-8")
+        output.close()
+        assert self._process.pid is not None
+        self.args, self.pid = ["orch", *arguments], self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """What it has still to say, once it has ended. Raises TimeoutExpired; it then runs on."""
+        rest: list[str] = []
+        reader = threading.Thread(target=lambda: rest.append(self.stdout.read()), daemon=True)
+        reader.start()
+        reader.join(timeout)
+        if reader.is_alive():
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(timeout)
+        self.stdout.close()
+        return rest[0], None
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _orch_in_a_session(arguments: list[str], folder: Path, env: dict[str, str], said: Connection) -> None:
+    os.setsid()
+    os.dup2(said.fileno(), 1)
+    os.dup2(said.fileno(), 2)
+    said.close()
+    _orch(arguments, folder, env)
+
+
+def _orch_into_files(arguments: list[str], folder: Path, env: dict[str, str], out: Path, err: Path) -> None:
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    _orch(arguments, folder, env)
+
+
+def _orch(arguments: list[str], folder: Path, env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)

@@ -37,7 +37,7 @@ def test_a_killed_command_is_resumed_without_doubled_runs_and_its_workers_write_
     orch: Orch, prepared_url: str, name: str
 ) -> None:
     file = orch.sweep_file(SLOW, name)
-    process = orch.start("sweep", file)
+    process = orch.start_warm("sweep", file)
     wait_until(lambda: num_points(prepared_url, name) > 50)
     family = psutil.Process(process.pid).children(recursive=True)
     writers = [one for one in family if one.name().startswith(("ray::Resource", "ray::Recorder"))]
@@ -72,7 +72,7 @@ def _lives(process: psutil.Process) -> bool:
 def test_an_experiment_deleted_in_mid_sweep_costs_the_record_and_not_the_points(
     orch: Orch, prepared_url: str, name: str, home: Home
 ) -> None:
-    process = orch.start("sweep", orch.sweep_file(SLOW, name), "--inline")
+    process = orch.start_warm("sweep", orch.sweep_file(SLOW, name), "--inline")
     wait_until(lambda: num_points(prepared_url, name) > 50)
     run_ids = value_of(
         prepared_url, "select string_agg(run_uuid, ' ') from public.runs where name like %s", f"{name}-%"
@@ -102,9 +102,10 @@ def test_a_journal_that_fills_the_disk_ends_the_sweep_with_its_place_and_leaves_
 ) -> None:
     if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=2m none {tmp_path}") != 0:
         pytest.skip("needs the right to mount a small file system")
+    brief = SLOW.replace("sleep_s: 0.1", "sleep_s: 0.04")  # two trials of a second; the disk is full in milliseconds
     try:
         full = Impatient({**orch.env, "ORCH_JOURNAL_DIR": str(tmp_path)}, orch.folder)
-        process = full.start("sweep", full.sweep_file(SLOW, name), "--inline")
+        process = full.start("sweep", full.sweep_file(brief, name), "--inline")
         assert process.stdout is not None
         process.stdout.readline()  # the sweep is open
         filler = tmp_path / "filler"
@@ -125,7 +126,7 @@ def test_a_journal_that_fills_the_disk_ends_the_sweep_with_its_place_and_leaves_
     assert "Traceback" not in output
     assert orch.rows(f"select state from sweeps where sweep = '{name}'") == [{"state": "interrupted"}]
     assert orch.rows(f"select count(*) as n from runs where sweep = '{name}' and state = 'running'") == [{"n": 0}]
-    assert f"{name}: 2/2 finished" in orch("sweep", orch.sweep_file(SLOW, name), "--resume", "--inline").out
+    assert f"{name}: 2/2 finished" in orch("sweep", orch.sweep_file(brief, name), "--resume", "--inline").out
 
 
 # The folder `.orch` is deleted while its server runs

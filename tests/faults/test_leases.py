@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.conftest import Orch
 from tests.faults.conftest import num_points, value_of, wait_until
+from tests.warm import WarmProcess
 
 COUNT = """
     workload: orch_lab:Counter
@@ -47,16 +47,16 @@ CONTENTS = """
 
 
 @contextmanager
-def suspended(orch: Orch, file: Path, url: str) -> Iterator[subprocess.Popen[str]]:
+def suspended(orch: Orch, file: Path, url: str) -> Iterator[WarmProcess]:
     """A command that trains in its own process and is stopped in mid-sweep."""
-    process = orch.start("sweep", file, "--inline")
+    process = orch.start_warm("sweep", file, "--inline")
     try:
         wait_until(lambda: num_points(url, file.stem) > 30)
         process.send_signal(signal.SIGSTOP)
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 # MLflow shows the same end of a lost trial as the ledger, to its millisecond: the holder's last word.
@@ -114,7 +114,7 @@ def test_a_command_that_comes_back_in_time_takes_its_trials_back(orch: Orch, pre
 def test_others_are_told_who_drives_a_sweep_and_cancelling_twice_ends_its_trials_at_once(
     orch: Orch, prepared_url: str, name: str
 ) -> None:
-    process = orch.start("sweep", orch.sweep_file(COUNT.replace("0.05", "3600"), name), "--inline")
+    process = orch.start_warm("sweep", orch.sweep_file(COUNT.replace("0.05", "3600"), name), "--inline")
     running = "select count(*) from orch_ledger.trials where state = 'running' and run_id is not null"
     wait_until(lambda: value_of(prepared_url, NUM_RUNNING, f"{name}-%") == 1 and value_of(prepared_url, running) > 0)
     holder = value_of(prepared_url, "select holder from orch_ledger.sweeps where name = %s", name)

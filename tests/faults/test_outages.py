@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from orchestrator.database import embedded
 from orchestrator.settings import Home
 from tests.conftest import DatabaseOn, Orch
 from tests.faults.conftest import FragileServer, num_points, value_of, wait_until
+from tests.warm import WarmProcess
 
 SLOW = """
     workload: orch_lab:Trivial
@@ -40,12 +40,11 @@ def test_a_sweep_outlives_its_database_keeps_its_name_and_every_point_arrives_on
 ) -> None:
     orch = Orch({**ray_orch.env, **fragile.orch.env}, fragile.orch.folder)
     file = orch.sweep_file(HELD % (tmp_path / "go"), name)
-    process = orch.start("sweep", file)
+    process = orch.start_warm("sweep", file)
     wait_until(lambda: num_points(orch.env["ORCH_DATABASE_URL"], name) > 20, timeout_s=120)
     fragile.stop()
     time.sleep(4)  # longer than a trial has left: one ends while nobody can be told
     fragile.start()
-    assert process.stdout is not None
     before = []
     for line in process.stdout:
         before.append(line)
@@ -77,13 +76,12 @@ TROUBLE, OVER = "the database takes nothing at the moment", "the database is bac
 class Reader:
     """Reads what a command prints, while it prints it."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: WarmProcess) -> None:
         self.process, self.lines = process, list[str]()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         self.lines.extend(iter(self.process.stdout.readline, ""))
 
     def said(self, text: str) -> list[str]:
@@ -103,7 +101,7 @@ class Reader:
 def test_every_kind_of_outage_in_mid_sweep_is_told_once_stops_no_trial_and_costs_no_point(
     fragile: FragileServer, name: str
 ) -> None:
-    process = fragile.orch.start("sweep", fragile.orch.sweep_file(ONE_LONG, name), "--inline")
+    process = fragile.orch.start_warm("sweep", fragile.orch.sweep_file(ONE_LONG, name), "--inline")
     reader = Reader(process)
     wait_until(lambda: num_points(fragile.orch.env["ORCH_DATABASE_URL"], name) > 5)
     outages: dict[str, Callable[[], AbstractContextManager[None]]] = {
@@ -199,8 +197,8 @@ def test_a_sweep_starts_a_killed_embedded_server_again_and_leaves_a_stopped_one_
     orch: Orch, tmp_path: Path, name: str
 ) -> None:
     apart = Orch({**orch.env, "ORCH_HOME": str(tmp_path / ".orch")}, tmp_path)
-    process = apart.start("sweep", apart.sweep_file(HELD % (tmp_path / "go"), name), "--inline")
-    assert process.stdout is not None
+    quick = HELD.replace("sleep_s: 0.1", "sleep_s: 0.02")  # nothing hangs on its length: the third trial waits
+    process = apart.start_warm("sweep", apart.sweep_file(quick % (tmp_path / "go"), name), "--inline")
     for line in process.stdout:
         if line.startswith("1/3"):
             break

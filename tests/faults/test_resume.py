@@ -95,7 +95,7 @@ def test_a_cancelled_search_goes_on_as_if_it_had_not_been(
     orch: Orch, name: str, prepared_url: str, tmp_path: Path
 ) -> None:
     hold = tmp_path / "go"  # the third trial is still running when the wish to cancel is heard
-    process = orch.start("sweep", orch.sweep_file(SEARCH.format(hold=hold), name), "--inline")
+    process = orch.start_warm("sweep", orch.sweep_file(SEARCH.format(hold=hold), name), "--inline")
     finished = """
         select count(*) from orch_ledger.trials as trial join orch_ledger.sweeps as sweep on sweep.id = trial.sweep_id
         where sweep.name = %s and trial.state = 'finished'

@@ -68,7 +68,7 @@ def test_a_password_full_of_special_characters_connects_and_shows_nowhere_and_ra
     known_by_form = f"{url} or host=h password='{password}' or {{'password': '{password}'}}"
     leak.write_text(f"{known_by_form} or {password}\nor {password}")  # the first line is printed, all is raised
 
-    process = orch.start("sweep", orch.sweep_file(LEAKING.replace("FILE", str(leak)), name), "--json")
+    process = orch.start_warm("sweep", orch.sweep_file(LEAKING.replace("FILE", str(leak)), name), "--json")
     wait_until(lambda: num_points(url, name) > 50, timeout_s=120)
     sessions = home.short_folder.with_name(f"{home.short_folder.name}-ray")
     assert list(sessions.glob("*/session_*/logs/*")), "Ray is writing its logs here"

@@ -18,6 +18,7 @@ import pytest
 from orchestrator.database.keeper import wait_for
 from tests.conftest import LAB, Orch
 from tests.faults.conftest import value_of, wait_until
+from tests.warm import WarmProcess
 
 COUNTER = """
     workload: orch_lab:Counter
@@ -44,7 +45,7 @@ SPANS = """
 """
 
 
-def family_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def family_of(process: WarmProcess | subprocess.Popen[str]) -> list[psutil.Process]:
     family: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
     return family
 
@@ -58,8 +59,7 @@ def last_step_saved(orch: Orch, name: str) -> int:
     return max([0, *(int(path.stem.removeprefix("step-")) for path in files)])
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
+def read_until(process: WarmProcess, text: str) -> None:
     assert any(text in line for line in process.stdout), f"ended without {text!r}"
 
 
@@ -70,7 +70,7 @@ def test_a_batch_systems_sigterm_to_the_whole_group_saves_the_step_and_resume_go
     orch: Orch, prepared_url: str, name: str
 ) -> None:
     command = ("sweep", orch.sweep_file(COUNTER, name))
-    process = orch.start(*command)
+    process = orch.start_warm(*command)
     wait_until(lambda: last_step_saved(orch, name) >= 30)
     family = family_of(process)
     process.send_signal(signal.SIGTERM)  # as `timeout` does it: the command, then its group
@@ -93,7 +93,7 @@ def test_a_second_signal_ends_the_command_and_all_its_processes_within_two_secon
     orch: Orch, prepared_url: str, name: str
 ) -> None:
     file = orch.sweep_file(COUNTER.replace("0.04", "60"), name)  # a trial that does not hear of the first one
-    process = orch.start("sweep", file)
+    process = orch.start_warm("sweep", file)
     wait_until(lambda: any("TrialWorker" in one.name() or ".train" in one.name() for one in family_of(process)))
     wait_until(lambda: value_of(prepared_url, STATES, name) == "running")
     family = family_of(process)
@@ -125,9 +125,9 @@ IN_VAIN = "it did not stop within 1 s; its worker was ended"
 
 @pytest.mark.parametrize("flags", [(), ("--inline",)])
 def test_a_trial_that_does_not_stop_holds_the_command_for_a_minute_and_can_be_resumed(
-    orch: Orch, prepared_url: str, name: str, flags: Sequence[str]
+    ray_orch: Orch, prepared_url: str, name: str, flags: Sequence[str]
 ) -> None:
-    file = orch.sweep_file(SLEEPS, name)
+    orch, file = ray_orch, ray_orch.sweep_file(SLEEPS, name)
     process = subprocess.Popen(
         [sys.executable, "-c", IMPATIENT, "sweep", str(file), *flags],
         cwd=LAB,
@@ -174,9 +174,8 @@ def test_a_sweep_whose_output_nobody_reads_any_more_stops_instead_of_breaking(
     orch: Orch, prepared_url: str, name: str
 ) -> None:
     text = COUNTER.replace("steps: 100", "steps: 5, seed: {grid: [0, 1, 2]}")
-    process = orch.start("sweep", orch.sweep_file(text, name), "--inline")
+    process = orch.start_warm("sweep", orch.sweep_file(text, name), "--inline")
     read_until(process, "0 done")
-    assert process.stdout is not None
     process.stdout.close()  # as a `tee` that the same Ctrl-C has ended
     assert process.wait(timeout=60) == 130
     assert value_of(prepared_url, STATES, name) == "finished waiting waiting"
@@ -216,7 +215,7 @@ def test_a_sigterm_during_the_preflight_ends_its_checks_and_starts_nothing(
     orch: Orch, prepared_url: str, name: str, tmp_path: Path
 ) -> None:
     pid_file = tmp_path / "pid"
-    process = orch.start("sweep", orch.sweep_file(HANGS % pid_file, name), "--inline")
+    process = orch.start_warm("sweep", orch.sweep_file(HANGS % pid_file, name), "--inline")
     wait_until(lambda: pid_file.exists() and pid_file.read_text() != "")
     check = psutil.Process(int(pid_file.read_text()))
     process.send_signal(signal.SIGTERM)
@@ -231,7 +230,7 @@ def test_a_wish_to_cancel_that_comes_when_all_is_trained_leaves_a_finished_sweep
     orch: Orch, prepared_url: str, name: str
 ) -> None:
     one_step = COUNTER.replace("steps: 100, sleep_s: 0.04", "steps: 1, sleep_s: 4")  # a wish is heard within 2 s
-    process = orch.start("sweep", orch.sweep_file(one_step, name), "--inline")
+    process = orch.start_warm("sweep", orch.sweep_file(one_step, name), "--inline")
     wait_until(lambda: value_of(prepared_url, STATES, name) == "running")
     value_of(prepared_url, "update orch_ledger.sweeps set wanted = 'cancel' where name = %s", name)
     output, _ = process.communicate(timeout=60)
@@ -244,7 +243,7 @@ def test_a_wish_to_cancel_that_comes_when_all_is_trained_leaves_a_finished_sweep
 def test_a_signal_that_comes_when_all_is_trained_leaves_a_finished_sweep(
     orch: Orch, prepared_url: str, name: str
 ) -> None:
-    process = orch.start("sweep", orch.sweep_file(COUNTER.replace("steps: 100", "steps: 3"), name), "--inline")
+    process = orch.start_warm("sweep", orch.sweep_file(COUNTER.replace("steps: 100", "steps: 3"), name), "--inline")
     read_until(process, "1/1")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=30)

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
+import psutil
 import pytest
 
 from orchestrator.database import view_catalog
@@ -186,6 +188,16 @@ def free_pair_of_ports() -> int:
             except (OSError, OverflowError):
                 continue
             return port
+
+
+def get(url: str) -> bytes:
+    with urlopen(url, timeout=20) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
 
 
 @pytest.fixture(name="ui_on", scope="session")

@@ -51,7 +51,7 @@ def marked(mark: str) -> list[psutil.Process]:
 def test_a_detached_sweep_outlives_its_terminal_and_is_followed_to_its_end(orch: Orch, home: Home, name: str) -> None:
     end = orch.folder / f"{name}.end"
     file = orch.sweep_file(SLOW, name)
-    starter = orch.start("sweep", file, "--inline", "--detach", "--set", f"params.until={end}")
+    starter = orch.start_warm("sweep", file, "--inline", "--detach", "--set", f"params.until={end}")
     said, _ = starter.communicate(timeout=120)
     assert starter.returncode == 0, said
     for command in (f"orch status {name}", f"orch logs {name} -f", f"orch cancel {name}"):
@@ -63,7 +63,7 @@ def test_a_detached_sweep_outlives_its_terminal_and_is_followed_to_its_end(orch:
     assert os.getsid(pid) == pid, "a session of its own: what happens to ours does not reach it"
     assert log == home.path / "logs" / f"sweep-{name}.log"
     assert log.stat().st_mode & 0o777 == 0o600
-    follower = orch.start("logs", name, "-f")
+    follower = orch.start_warm("logs", name, "-f")
     assert follower.stdout is not None
     assert f"sweep {name}: 2 trials" in follower.stdout.readline()
     end.touch()

@@ -70,7 +70,7 @@ def test_mlflows_schema_at_another_revision_is_refused_with_the_command_and_neve
 def test_first_sweeps_at_once_on_a_fresh_database_share_no_name_and_never_fall_into_experiment_0(given: Orch) -> None:
     text = QUICK.replace("steps: 2", "steps: 20, sleep_s: 0.05") + "    log_every: 1\n"
     same, other = given.sweep_file(text, "same"), given.sweep_file(text, "other")
-    processes = [given.start("sweep", file, "--inline") for file in (same, same, other)]
+    processes = [given.start_warm("sweep", file, "--inline") for file in (same, same, other)]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [processes[2].returncode, *sorted(process.returncode for process in processes[:2])] == [0, 0, 2], outputs
     loser = outputs[[process.returncode for process in processes].index(2)]

@@ -71,8 +71,7 @@ def test_a_search_interrupted_and_resumed_suggests_what_an_uninterrupted_one_doe
     whole = orch.sweep_file(SEARCH.replace("sleep_s: 0.05", "sleep_s: 0"), f"{name}_whole")
     orch("sweep", whole, "--inline")
     file = orch.sweep_file(SEARCH, name)
-    process = orch.start("sweep", file, "--inline")
-    assert process.stdout is not None
+    process = orch.start_warm("sweep", file, "--inline")
     for line in process.stdout:
         if line.startswith("2/6"):
             break

@@ -36,7 +36,7 @@ def newest_file(orch: Orch, name: str) -> Path:
 
 
 def interrupt_at_step(orch: Orch, name: str, step: int, *command: object) -> None:
-    process = orch.start(*command)
+    process = orch.start_warm(*command)
     deadline = time.monotonic() + 120
     while step not in steps_saved(orch, name):
         assert time.monotonic() < deadline, "no checkpoint came"

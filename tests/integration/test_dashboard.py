@@ -1,17 +1,22 @@
-"""The dashboard in a real browser, and the rules by which it draws."""
+"""The pages of one `orch ui` in a real browser, who can reach them, and the rules by which the dashboard draws."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 from playwright.sync_api import expect
 
 from dashboards import overview
+from orchestrator import serve
 from orchestrator.database.connection import Database
 from orchestrator.trial import Finding, Severity
+from tests.integration.conftest import descendants, get
 
 NAN = math.nan
 CROSS = 'svg.marks path[stroke="#c23b3b"]'
@@ -166,3 +171,47 @@ def test_an_axis_that_holds_text_and_numbers_is_text_throughout() -> None:
     curves = curves_of([1.0], [1.0])
     curves["trials"][0]["params"]["c_z"] = "auto"
     assert overview.axis_values(curves, "c_z") == {0: "auto", 1: "0.1"}
+
+
+# What serves the pages
+
+
+def test_mlflows_page_shows_the_run_its_parameters_and_its_artifacts(page_lab: Any, ui: Any, watched: Any) -> None:
+    run_id = page_lab.run_ids[2]
+    experiment_id = page_lab.ledger.find_sweep("lab").experiment_id
+    watched.page.goto(f"{ui.mlflow}/#/experiments/{experiment_id}/runs/{run_id}")
+    wrong = watched.page.get_by_text("Something went wrong")
+    expect(watched.page.get_by_role("heading", name="lab-2").or_(wrong).first).to_be_visible()
+    assert wrong.count() == 0, watched.errors
+    expect(watched.page.get_by_text("c_z", exact=True).first).to_be_visible()
+    # MLflow asks who is logged in, and without its login plug-in answers itself with 404.
+    assert [error for error in watched.errors if "/users/current" not in error] == []
+    assert watched.blocked == []
+
+    run = json.loads(get(f"{ui.mlflow}/api/2.0/mlflow/runs/get?run_id={run_id}"))["run"]
+    assert {param["key"]: param["value"] for param in run["data"]["params"]} == {"c_z": "0.0", "k": "2", "seed": "0"}
+    listing = json.loads(get(f"{ui.mlflow}/api/2.0/mlflow/artifacts/list?run_id={page_lab.run_ids[0]}"))
+    assert [file["path"] for file in listing["files"]] == ["note.txt"]
+    assert get(f"{ui.mlflow}/get-artifact?path=note.txt&run_id={page_lab.run_ids[0]}") == b"a note"
+
+
+def test_no_password_is_on_a_command_line_or_in_a_log_and_the_connections_are_few(page_lab: Any, ui: Any) -> None:
+    password = dict(page_lab.database.parameters)["password"]
+    for process in descendants(ui.process.pid):
+        assert password not in " ".join(process.cmdline())
+        assert "ORCH_DATABASE_URL" not in process.environ()
+    for name in ("mlflow", "dashboards"):
+        assert password not in (page_lab.home.path / "logs" / f"{name}.log").read_text()
+    with page_lab.database.connect("orch-tests") as connection:
+        query = "select count(*) from pg_stat_activity where datname = current_database() and application_name = %s"
+        [[num_connections]] = connection.execute(query, [serve.MLFLOW_SESSION]).fetchall()
+    assert 1 <= num_connections <= 4
+
+
+def test_both_servers_and_all_their_workers_listen_on_loopback_only(ui: Any) -> None:
+    family = descendants(ui.process.pid)
+    listening = [
+        one.laddr for process in family for one in process.net_connections() if one.status == psutil.CONN_LISTEN
+    ]
+    assert {urlsplit(ui.mlflow).port, urlsplit(ui.dashboards).port} <= {address.port for address in listening}
+    assert {address.ip for address in listening} == {"127.0.0.1"}

@@ -338,14 +338,14 @@ def test_a_population_on_workers_outlives_a_signal_and_its_judge_and_loses_nothi
         select count(*) from orch_ledger.decisions as decision
         join orch_ledger.sweeps as sweep on sweep.id = decision.sweep_id where sweep.name = %s
     """
-    process = ray_lab.start(*command)
+    process = ray_lab.start_warm(*command)
     wait_until(lambda: value_of(server_url, count, name) >= 5)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "running" not in states(ray_lab, name)
     num_decided = value_of(server_url, count, name)
-    process = ray_lab.start(*command, "--resume")
+    process = ray_lab.start_warm(*command, "--resume")
     wait_until(lambda: value_of(server_url, count, name) > num_decided)
     kill_judge(ray_lab)
     output, _ = process.communicate(timeout=120)
@@ -377,11 +377,12 @@ def test_a_time_budget_saves_what_runs_ends_well_and_a_larger_one_goes_on(lab: O
     text = """
         workload: lab_decisions:Climber
         metric: {name: height, mode: max}
-        params: {rate: {grid: [1, 2, 3]}, steps: 40, sleep_s: 0.02}
+        params: {rate: {grid: [1, 2, 3]}, sleep_s: {grid: [0, 0.05, 0]}, steps: 40}
+        zip: [[rate, sleep_s]]
         budget: {time: %ss}
         log_every: 1
     """
-    command = ("sweep", lab.sweep_file(text % 1, name), "--inline")  # 0.8 s a trial: the second one is cut short
+    command = ("sweep", lab.sweep_file(text % 1, name), "--inline")  # the second trial takes two: it is cut short
     done = lab(*command)
     last_line = done.out.strip().splitlines()[-1]
     assert "--resume" in last_line

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import psycopg
 import pytest
 
 from orchestrator import background
+from orchestrator.cli import gc
 from orchestrator.database import embedded
 from orchestrator.errors import NotFound
 from orchestrator.housekeeping import Housekeeper, Pile, Wishes
@@ -371,6 +373,13 @@ def test_gc_keeps_what_a_command_works_on(untidy: Untidy) -> None:
     assert line["number"] == 0
     assert "in use by a command" in line["kept"]
     assert untidy.ask("select count(*) from public.experiments where name = 'busy'") == [(1,)]
+
+
+@pytest.mark.parametrize("age", ["36501d", "99999999999999999999d", "1e999"])
+def test_an_age_before_all_history_is_refused_with_what_can_be_written(age: str) -> None:
+    with pytest.raises(click.BadParameter, match=r"write (at most 36500d|a duration such as)"):
+        gc.command.make_context("gc", ["--dry-run", "--older-than", age])
+    assert gc.command.make_context("gc", ["--older-than", "36500d"]).params["older_than"] == 36_500 * DAY_S
 
 
 def test_a_stopped_server_leaves_no_folder_for_its_socket(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ from orchestrator.settings import Home
 from orchestrator.tracking.bulk import write_logs
 from orchestrator.tracking.records import LogLine, from_json, to_json
 from tests.conftest import Orch
+from tests.warm import WarmProcess
 
 TALK = """
     workload: orch_lab:Talker
@@ -98,11 +98,11 @@ def test_a_running_workers_prints_are_there_before_it_ends_and_following_ends_wi
     ray_orch: Orch, name: str
 ) -> None:
     end = ray_orch.folder / f"{name}.end"
-    sweep = ray_orch.start("sweep", ray_orch.sweep_file(SLOW, name), "--set", f"params.until={end}")
+    sweep = ray_orch.start_warm("sweep", ray_orch.sweep_file(SLOW, name), "--set", f"params.until={end}")
     view = f"select count(*) as n from logs as l join runs as r using (sweep, trial) where sweep = '{name}'"
     try:
         wait_for_row(ray_orch, f"{view} and line = 'one' and state = 'running'", sweep)
-        follower = ray_orch.start("logs", name, "-f")
+        follower = ray_orch.start_warm("logs", name, "-f")
         assert follower.stdout is not None
         assert f"sweep {name}: 2 trials" in follower.stdout.readline()
         end.touch()
@@ -118,7 +118,7 @@ def test_a_running_workers_prints_are_there_before_it_ends_and_following_ends_wi
     assert ray_orch("logs", name, "--trial", 1).out.endswith("the end\n")
 
 
-def wait_for_row(orch: Orch, query: str, process: subprocess.Popen[str]) -> None:
+def wait_for_row(orch: Orch, query: str, process: WarmProcess) -> None:
     deadline = time.monotonic() + 120
     while orch.rows(query)[0]["n"] == 0:
         assert process.poll() is None, process.communicate()[0]

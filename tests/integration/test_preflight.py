@@ -245,7 +245,7 @@ def test_a_continued_sweep_is_not_checked_again(orch: Orch, name: str) -> None:
 def test_ctrl_c_in_the_preflight_ends_its_processes_and_leaves_nothing(orch: Orch, name: str, times: int) -> None:
     text = "workload: orch_lab:Checked\nmetric: loss\nparams: {bug: hang, pid_file: %s}\n"
     pid_file = orch.folder / f"{name}.pid"
-    process = orch.start("sweep", orch.sweep_file(text % pid_file, name), "--inline")
+    process = orch.start_warm("sweep", orch.sweep_file(text % pid_file, name), "--inline")
     pid = _pid_from(pid_file)
     for _ in range(times):  # the second comes while the first is being obeyed
         process.send_signal(signal.SIGINT)
@@ -262,7 +262,7 @@ def test_a_check_ends_with_the_command_that_was_killed_and_leaves_nothing(
 ) -> None:
     pid_file = orch.folder / f"{name}.pid"
     here = replace(orch, env={**orch.env, "TMPDIR": str(tmp_path)})
-    process = here.start(
+    process = here.start_warm(
         "check", "orch_lab:Checked", "--set", "params.bug=hang", "--set", f"params.pid_file={pid_file}"
     )
     pid = _pid_from(pid_file)

@@ -250,8 +250,8 @@ def test_an_optuna_search_runs_on_the_same_path(orch: Orch, name: str) -> None:
 
 def test_the_first_ctrl_c_marks_killed_and_resume_starts_a_second_attempt(orch: Orch, name: str) -> None:
     file = orch.sweep_file(GRID, name)
-    slow = ("--set", "params.sleep_s=0.05", "--set", "params.steps=30", "--set", "params.k=1", "--set", "seeds=1")
-    process = orch.start("sweep", file, "--inline", *slow)
+    slow = ("--set", "params.sleep_s=0.03", "--set", "params.steps=30", "--set", "params.k=1", "--set", "seeds=1")
+    process = orch.start_warm("sweep", file, "--inline", *slow)
     _wait_for_points(orch, name)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
@@ -261,7 +261,7 @@ def test_the_first_ctrl_c_marks_killed_and_resume_starts_a_second_attempt(orch: 
     before = orch.rows(f"select state, run_id from runs where sweep = '{name}' and state <> 'waiting'")
     assert [row["state"] for row in before].count("killed") == 1
     # Resuming needs the same question; the values that make it slow are part of it.
-    orch("sweep", file, "--inline", *slow, "--set", "params.sleep_s=0.05", "--resume", timeout_s=300)
+    orch("sweep", file, "--inline", *slow, "--resume", timeout_s=300)
     killed = next(row["run_id"] for row in before if row["state"] == "killed")
     after = orch.rows(f"select state, attempts from runs where run_id = '{killed}'")
     assert after == [{"state": "finished", "attempts": 2}]
@@ -406,7 +406,7 @@ def test_a_trial_whose_run_cannot_be_opened_is_failed_in_the_ledger_too(orch: Or
 def test_a_second_driver_that_took_the_sweep_stops_the_first(orch: Orch, name: str, server_url: str) -> None:
     file = orch.sweep_file(GRID, name)
     slow = ("--set", "params.sleep_s=0.2", "--set", "params.steps=100")
-    process = orch.start("sweep", file, "--inline", *slow)
+    process = orch.start_warm("sweep", file, "--inline", *slow)
     _wait_for_points(orch, name)
     with psycopg.connect(server_url, autocommit=True) as connection:
         taken = "fence = fence + 1, holder = '7@elsewhere', holder_process = ''"  # as another command does

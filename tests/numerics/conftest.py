@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from orchestrator.trial import Report
 from workloads.engine.alone import Alone
@@ -79,12 +78,3 @@ def lonely() -> type[LonelyContext]:
 @pytest.fixture
 def reports() -> Callable[[Config, LonelyContext], list[Report]]:
     return run
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread costs more than it brings. Restored, because the setting is the process's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
