@@ -142,6 +142,7 @@ def ending_of(query: Query, sweep: str, request: SweepRequest, code: int) -> Swe
             (f"{orch} best {sweep}", "the best finite run"),
             (f"{orch} health {sweep}", "findings, worst first, and what to do"),
             (f'{orch} sql "select * from sweep_{sweep} limit 5"', "SQL"),
+            (f"{orch} report {sweep}", "one page with the answer, to send"),
             (f"{orch} ui", "MLflow's UI and the dashboards"),
         ]
     if counts.get(TrialState.FAILED):

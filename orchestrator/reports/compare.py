@@ -148,7 +148,8 @@ def effects(query: Query, sweep: str, metrics: Sequence[str] | None = None) -> T
     """Per grid axis, each value against the axis' first one: the ratio of every metric over paired trials.
 
     A pair agrees in all other parameters, the seed included; for a ratio both trials need a finite, positive value.
-    Shares count the results among the trials that have a partner. Axes that move together are one.
+    Without such a pair, as where all diverged, the shares alone answer; without two results there is no row. Shares
+    count the results among the trials that have a partner. Axes that move together are one.
     """
     facts = sweep_facts(query, sweep)
     wanted = list(dict.fromkeys(metrics or facts.shown))
@@ -158,7 +159,6 @@ def effects(query: Query, sweep: str, metrics: Sequence[str] | None = None) -> T
         for axes in _moving(facts)
         for row in _axis_rows(axes, [one for one in records if axes[0] in one["params"]], wanted, bool(facts.unstable))
     ]
-    rows = [row for row in rows if row[2]]
     columns = ["axis", "change", "pairs", *wanted, "diverged", *(("unstable",) if facts.unstable else ())]
     return Table(columns, rows, title="What each axis changes, all else equal")
 
@@ -187,6 +187,8 @@ def _axis_rows(
     rows = []
     for other in others:
         pairs = [(some[base], some[other]) for some in by_value if base in some and other in some]
+        if not any(all(map(is_result, pair)) for pair in pairs):
+            continue
         sound = [pair for pair in pairs if all(map(is_sound, pair))]
         ratios = [_ratio(sound, metric) for metric in metrics]
         sides = [[pair[side] for pair in pairs] for side in (0, 1)]

@@ -171,6 +171,18 @@ def test_the_page_says_what_the_commands_say(typed: Orch, query: Query, told: st
     assert [list(row) for row in rows] == [list(row[:3]) for row in compare(query, [told], None, None).rows]
 
 
+def test_a_value_with_which_all_diverge_is_told_by_its_shares_and_one_without_results_is_not_told(
+    page_lab: Any, query: Query
+) -> None:
+    sweep = add_sweep(page_lab, "steep", {"lr": {"grid": [0.1, 1, 10]}})
+    for lr, last in ((0.1, 0.5), (1.0, NAN), (10.0, 1.0)):
+        page_lab.run_trial(sweep, {"lr": lr, "k": 1, "seed": 0}, {10: 2.0, 20: last})
+    failed = "update orch_ledger.trials set state = 'failed' where sweep_id = %s and number = 2"
+    change(page_lab, failed, sweep.id)
+    end(page_lab, sweep)
+    assert effects(query, "steep").rows == [["lr", "0.1 -> 1", 0, None, "0/1 -> 1/1"]]
+
+
 def test_other_axes_and_metrics_are_those_of_compare(query: Query, told: str) -> None:
     read = of_page(query, told, ["seed"], ["router/z"])
     assert ["seed", "n", "router/z", "router/z ±"] in [row[:4] for row in read.rows]
