@@ -102,17 +102,30 @@ class PageLab:
         return run_id
 
 
-@pytest.fixture(scope="session")
-def page_lab(server_url: str, database_on: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageLab]:
+@contextmanager
+def empty_lab(url: str, folder: Path) -> Iterator[PageLab]:
     from mlflow import MlflowClient
 
     import orchestrator.tracking  # noqa: F401  (sets MLflow's switches before MLflow loads)
 
-    home = Home(tmp_path_factory.mktemp("pages") / ".orch").ensure()
-    with database_on(server_url) as url:
-        database = workspace_on(url, home.path).database
-        engine = database.engine("orch-tests")
-        lab = PageLab(home, database, Ledger(engine), MlflowClient(database.mlflow_uri))
+    home = Home(folder / ".orch").ensure()
+    database = workspace_on(url, home.path).database
+    engine = database.engine("orch-tests")
+    yield PageLab(home, database, Ledger(engine), MlflowClient(database.mlflow_uri))
+    engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def own_lab(server_url: str, database_on: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageLab]:
+    """A database without a sweep, for the tests of one file."""
+    with database_on(server_url) as url, empty_lab(url, tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="session")
+def page_lab(server_url: str, database_on: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageLab]:
+    """The sweep `lab` and what the tests of the pages add to it."""
+    with database_on(server_url) as url, empty_lab(url, tmp_path_factory.mktemp("pages")) as lab:
         sweep = lab.add_sweep("lab", QUESTION)
         for number in range(8):
             params = {"c_z": (0.0, 0.001)[number // 4], "k": 1 + number // 2 % 2, "seed": number % 2}
@@ -125,10 +138,9 @@ def page_lab(server_url: str, database_on: Any, tmp_path_factory: pytest.TempPat
         seen = Finding("loss_factor", Severity.ERROR, "<b>40 times the loss</b>", "divide", 10, 40.0, 0.01)
         lab.ledger.add_findings(sweep.id, [(trial.id, 1, seen)])
         lab.ledger.set_sweep_state(sweep.id, SweepState.FINISHED)
-        with database.connect() as connection:
+        with lab.database.connect() as connection:
             view_catalog.rebuild_sweep_view(connection, "lab")
         yield lab
-        engine.dispose()
 
 
 @dataclass(frozen=True)

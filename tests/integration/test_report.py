@@ -48,8 +48,8 @@ SPEC = "# Does it hold?\nname: told\nparams:\n  c_z: {grid: [0, 0.001]}\n"
 
 
 @pytest.fixture(scope="module")
-def query(page_lab: Any) -> Query:
-    return workspace_on(page_lab.database.url, page_lab.home.path).query
+def query(own_lab: Any) -> Query:
+    return workspace_on(own_lab.database.url, own_lab.home.path).query
 
 
 class Read(HTMLParser):
@@ -118,27 +118,25 @@ def of_page(query: Query, name: str, by: Any = None, metrics: Iterable[str] = ()
 
 
 @pytest.fixture(scope="module")
-def told(page_lab: Any) -> str:
+def told(own_lab: Any) -> str:
     """c_z x seed; at 0.001 one of two diverged, and one was found suspect; at 0 a third failed."""
-    sweep = add_sweep(
-        page_lab, "told", {"c_z": {"grid": [0, 0.001]}, "seed": {"grid": [0, 1]}}, "Does it hold?\n\nYes."
-    )
+    sweep = add_sweep(own_lab, "told", {"c_z": {"grid": [0, 0.001]}, "seed": {"grid": [0, 1]}}, "Does it hold?\n\nYes.")
     for number, last in enumerate((0.5, 0.75, 0.25, NAN)):
         params = {"c_z": (0.0, 0.001)[number // 2], "k": 1, "seed": number % 2}
-        page_lab.run_trial(sweep, params, {10: 2.0 + number, 20: 1.0, 30: last})
-    trial = page_lab.ledger.trials(sweep.id)[2]
+        own_lab.run_trial(sweep, params, {10: 2.0 + number, 20: 1.0, 30: last})
+    trial = own_lab.ledger.trials(sweep.id)[2]
     seen = [Finding("loss_factor", Severity.ERROR, "40 times the loss", "divide", step) for step in (10, 20)]
-    page_lab.ledger.add_findings(sweep.id, [(trial.id, 1, one) for one in seen])
-    page_lab.run_trial(sweep, {"c_z": 0.0, "k": 1, "seed": 2}, {10: 9.0})
+    own_lab.ledger.add_findings(sweep.id, [(trial.id, 1, one) for one in seen])
+    own_lab.run_trial(sweep, {"c_z": 0.0, "k": 1, "seed": 2}, {10: 9.0})
     failed = "update orch_ledger.trials set state = 'failed', reason = 'it broke' where sweep_id = %s and number = 4"
-    change(page_lab, failed, sweep.id)
-    end(page_lab, sweep)
+    change(own_lab, failed, sweep.id)
+    end(own_lab, sweep)
     return "told"
 
 
 @pytest.fixture
-def typed(orch: Orch, page_lab: Any, tmp_path: Path) -> Orch:
-    env = {"ORCH_DATABASE_URL": page_lab.database.url, "ORCH_HOME": str(page_lab.home.path)}
+def typed(orch: Orch, own_lab: Any, tmp_path: Path) -> Orch:
+    env = {"ORCH_DATABASE_URL": own_lab.database.url, "ORCH_HOME": str(own_lab.home.path)}
     return Orch({**orch.env, **env}, tmp_path)
 
 
@@ -172,14 +170,14 @@ def test_the_page_says_what_the_commands_say(typed: Orch, query: Query, told: st
 
 
 def test_a_value_with_which_all_diverge_is_told_by_its_shares_and_one_without_results_is_not_told(
-    page_lab: Any, query: Query
+    own_lab: Any, query: Query
 ) -> None:
-    sweep = add_sweep(page_lab, "steep", {"lr": {"grid": [0.1, 1, 10]}})
+    sweep = add_sweep(own_lab, "steep", {"lr": {"grid": [0.1, 1, 10]}})
     for lr, last in ((0.1, 0.5), (1.0, NAN), (10.0, 1.0)):
-        page_lab.run_trial(sweep, {"lr": lr, "k": 1, "seed": 0}, {10: 2.0, 20: last})
+        own_lab.run_trial(sweep, {"lr": lr, "k": 1, "seed": 0}, {10: 2.0, 20: last})
     failed = "update orch_ledger.trials set state = 'failed' where sweep_id = %s and number = 2"
-    change(page_lab, failed, sweep.id)
-    end(page_lab, sweep)
+    change(own_lab, failed, sweep.id)
+    end(own_lab, sweep)
     assert effects(query, "steep").rows == [["lr", "0.1 -> 1", 0, None, "0/1 -> 1/1"]]
 
 
@@ -192,25 +190,25 @@ def test_other_axes_and_metrics_are_those_of_compare(query: Query, told: str) ->
 
 
 @pytest.fixture(scope="module")
-def hostile(page_lab: Any) -> str:
+def hostile(own_lab: Any) -> str:
     """Every text that others may write says HOSTILE, in a database that believed all of it."""
     metric = f"{HOSTILE}m"
     axes = {"note": {"grid": [f"{HOSTILE}{n}" for n in range(3)]}, "seed": {"grid": [0]}}
-    sweep = add_sweep(page_lab, "hostile", axes, f"{HOSTILE} asked\n{HOSTILE} told", resolved=f"# {HOSTILE} spec\n")
+    sweep = add_sweep(own_lab, "hostile", axes, f"{HOSTILE} asked\n{HOSTILE} told", resolved=f"# {HOSTILE} spec\n")
     for number in range(4):
         values = {10: 1.0 + number, 20: NAN if number == 3 else 2.0 + number}
-        page_lab.run_trial(sweep, {"note": f"{HOSTILE}{number % 3}", "seed": number}, values)
-    trials = page_lab.ledger.trials(sweep.id)
+        own_lab.run_trial(sweep, {"note": f"{HOSTILE}{number % 3}", "seed": number}, values)
+    trials = own_lab.ledger.trials(sweep.id)
     seen = Finding(f"{HOSTILE} check", Severity.ERROR, f"{HOSTILE} found", f"{HOSTILE} advised", 10)
-    page_lab.ledger.add_findings(sweep.id, [(trials[0].id, 1, seen)])
+    own_lab.ledger.add_findings(sweep.id, [(trials[0].id, 1, seen)])
     renamed = "update public.metrics set key = %s where key = 'val/mse' and run_uuid = any(%s)"
-    change(page_lab, renamed, metric, [one.run_id for one in trials])
+    change(own_lab, renamed, metric, [one.run_id for one in trials])
     tags = json.dumps({f"{HOSTILE} tag": f"{HOSTILE} tagged"})
-    change(page_lab, "update orch_ledger.sweeps set metric = %s, tags = %s where id = %s", metric, tags, sweep.id)
+    change(own_lab, "update orch_ledger.sweeps set metric = %s, tags = %s where id = %s", metric, tags, sweep.id)
     words = [f"{HOSTILE} {word}" for word in ("reason", "error", "host", "device")]
     spoken = "update orch_ledger.trials set reason = %s, error = %s, host = %s, device = %s, git_commit = %s"
-    change(page_lab, f"{spoken} where sweep_id = %s", *words, "<b>commit", sweep.id)
-    end(page_lab, sweep)
+    change(own_lab, f"{spoken} where sweep_id = %s", *words, "<b>commit", sweep.id)
+    end(own_lab, sweep)
     return "hostile"
 
 
@@ -264,15 +262,15 @@ def test_a_browser_runs_loads_and_complains_of_nothing(
     assert watched.page.evaluate(NUM_LINES) <= 2  # of `the comparison`, on a telephone: no word is broken
 
 
-def test_a_sweep_without_a_result_has_a_page_that_says_so(page_lab: Any, query: Query) -> None:
-    sweep = add_sweep(page_lab, "young", {"c_z": {"grid": [0, 1]}})
-    show(page_lab, "young")
+def test_a_sweep_without_a_result_has_a_page_that_says_so(own_lab: Any, query: Query) -> None:
+    sweep = add_sweep(own_lab, "young", {"c_z": {"grid": [0, 1]}})
+    show(own_lab, "young")
     read = of_page(query, "young")
     assert "no finite run" in read.text
     assert "still running: 0 of 0 trials so far have a result" in read.text
     for number in range(2):
-        page_lab.run_trial(sweep, {"c_z": float(number), "seed": 0}, {5: NAN})
-    page_lab.ledger.set_sweep_state(sweep.id, SweepState.INTERRUPTED)
+        own_lab.run_trial(sweep, {"c_z": float(number), "seed": 0}, {5: NAN})
+    own_lab.ledger.set_sweep_state(sweep.id, SweepState.INTERRUPTED)
     read = of_page(query, "young")
     assert "not finished (interrupted): 2 of 2 trials so far have a result" in read.text
     assert "orch resume young" in read.text
@@ -281,27 +279,27 @@ def test_a_sweep_without_a_result_has_a_page_that_says_so(page_lab: Any, query: 
 
 
 def test_the_page_of_a_sweep_that_runs_is_of_one_moment(
-    page_lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = add_sweep(page_lab, "moving", {"c_z": {"grid": [0, 1]}})
-    show(page_lab, "moving")
+    sweep = add_sweep(own_lab, "moving", {"c_z": {"grid": [0, 1]}})
+    show(own_lab, "moving")
 
     def after_one_more(moment: Query, *arguments: Any) -> str:
-        page_lab.run_trial(sweep, {"c_z": 1.0, "seed": 0}, {5: 2.0})
+        own_lab.run_trial(sweep, {"c_z": 1.0, "seed": 0}, {5: 2.0})
         return page(moment, *arguments)
 
-    monkeypatch.setenv("ORCH_DATABASE_URL", page_lab.database.url)
+    monkeypatch.setenv("ORCH_DATABASE_URL", own_lab.database.url)
     monkeypatch.setattr(page_module, "page", after_one_more)
     file = tmp_path / "moving.html"
-    report_command.command.main(["moving", "-o", str(file)], standalone_mode=False, obj=page_lab.home.path)
+    report_command.command.main(["moving", "-o", str(file)], standalone_mode=False, obj=own_lab.home.path)
     assert "0 of 0 trials so far have a result" in file.read_text()
 
 
-def test_one_trial_without_an_axis_is_a_page(page_lab: Any, query: Query) -> None:
-    sweep = add_sweep(page_lab, "single", {})
+def test_one_trial_without_an_axis_is_a_page(own_lab: Any, query: Query) -> None:
+    sweep = add_sweep(own_lab, "single", {})
     name = "長い名前🙂\u202e" + "x" * 500
-    page_lab.run_trial(sweep, {"note": name, "seed": 0}, {1: 4.0, 2: 1.0})
-    end(page_lab, sweep)
+    own_lab.run_trial(sweep, {"note": name, "seed": 0}, {1: 4.0, 2: 1.0})
+    end(own_lab, sweep)
     html = page(query, "single", ["note"], (), NOW)
     assert html.count("<svg") == 1  # its course; one cell is nothing to compare
     assert name.replace("\u202e", "\\u202e")[:300] in html  # it reverses nothing
@@ -309,26 +307,26 @@ def test_one_trial_without_an_axis_is_a_page(page_lab: Any, query: Query) -> Non
     assert "characters more" in html
 
 
-def test_several_objectives_have_a_front_and_figures_each(page_lab: Any, query: Query) -> None:
+def test_several_objectives_have_a_front_and_figures_each(own_lab: Any, query: Query) -> None:
     more = [{"name": "router/z", "mode": "max"}]
-    sweep = add_sweep(page_lab, "both", {"lr": {"loguniform": [0.01, 1]}, "seed": {"grid": [0]}}, more_metrics=more)
+    sweep = add_sweep(own_lab, "both", {"lr": {"loguniform": [0.01, 1]}, "seed": {"grid": [0]}}, more_metrics=more)
     for number in range(4):
-        page_lab.run_trial(sweep, {"lr": 0.01 * 4**number, "seed": 0}, {10: 1.0, 20 + number: 0.5 + number})
-    end(page_lab, sweep)
+        own_lab.run_trial(sweep, {"lr": 0.01 * 4**number, "seed": 0}, {10: 1.0, 20 + number: 0.5 + number})
+    end(own_lab, sweep)
     read = of_page(query, "both")
     assert "4 of 4 runs of both that no other beats in val/mse (min), router/z (max)" in read.text
     assert read.text.count("last value over lr") == 2
 
 
 def test_many_trials_and_points_make_a_small_page_that_names_what_it_leaves_out(
-    page_lab: Any, query: Query, monkeypatch: pytest.MonkeyPatch
+    own_lab: Any, query: Query, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = add_sweep(page_lab, "many", {"c_z": {"grid": list(range(12))}, "seed": {"grid": [0]}})
+    sweep = add_sweep(own_lab, "many", {"c_z": {"grid": list(range(12))}, "seed": {"grid": [0]}})
     spiky = {step: 1e6 if step == 333 else 2.0 - step / 1000 for step in range(1, 401)}
     for number in range(12):
         values = spiky if number == 0 else {1: 3.0, 400: 9.0 + number}
-        page_lab.run_trial(sweep, {"c_z": float(number), "seed": 0}, values)
-    end(page_lab, sweep)
+        own_lab.run_trial(sweep, {"c_z": float(number), "seed": 0}, values)
+    end(own_lab, sweep)
     monkeypatch.setattr(selection, "MAX_CURVES", 4)
     monkeypatch.setattr(page_module, "MAX_ROWS", 5)
     drawn = [{"trial": 0, "state": "finished", "diverged_at": None}]
@@ -390,13 +388,13 @@ def test_a_place_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) 
 
 
 def test_a_metric_without_a_number_is_named_and_takes_no_other_metrics_place(
-    page_lab: Any, query: Query, told: str, monkeypatch: pytest.MonkeyPatch
+    own_lab: Any, query: Query, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = add_sweep(page_lab, "huge", {"c_z": {"grid": [0, 1, 2]}})
+    sweep = add_sweep(own_lab, "huge", {"c_z": {"grid": [0, 1, 2]}})
     for number in range(3):
-        run_id = page_lab.run_trial(sweep, {"c_z": float(number), "seed": 0}, {10: 1e298, 20: 1e299})
-        page_lab.client.log_metric(run_id, "train/loss", 1.0, step=10)
-    end(page_lab, sweep)
+        run_id = own_lab.run_trial(sweep, {"c_z": float(number), "seed": 0}, {10: 1e298, 20: 1e299})
+        own_lab.client.log_metric(run_id, "train/loss", 1.0, step=10)
+    end(own_lab, sweep)
     monkeypatch.setattr(sections, "MAX_METRICS", 1)
     read = of_page(query, "huge", None, ["val/mse", "router/z", "train/loss"])
     assert "last value over c_z" in read.text
