@@ -114,9 +114,12 @@ def test_head_names_the_newest_migration() -> None:
 def test_a_second_upgrade_is_one_short_look(engine: Engine) -> None:
     with engine.connect() as connection:
         upgrade(connection)
-        started = time.perf_counter()
-        upgrade(connection)
-    assert time.perf_counter() - started < 0.1  # a few ms; Alembic's import alone takes longer
+        spent_s = []
+        for _ in range(5):
+            started = time.perf_counter()
+            upgrade(connection)
+            spent_s.append(time.perf_counter() - started)
+    assert min(spent_s) < 0.1  # a few ms; Alembic's import alone takes longer
 
 
 def test_upgrades_at_once_make_the_tables_once(empty_database_url: str) -> None:

@@ -104,13 +104,13 @@ def test_what_cannot_be_searched_is_refused_at_its_line_before_anything_starts(s
         spec_of("params: {k: {choice: [0, 1, 2]}}\n" + search)
 
 
-def test_ten_thousand_trials_are_planned_in_two_seconds(spec_of: Any) -> None:
+def test_ten_thousand_trials_are_planned_in_seconds(spec_of: Any) -> None:
     values = ", ".join(f"{number}e-3" for number in range(1, 101))
     text = f"params: {{x: {{grid: [{values}]}}, sleep_s: {{grid: [{values}]}}}}\n"
-    started = time.perf_counter()
+    started = time.process_time()
     plan = plan_of(spec_of(text))
     assert plan.table().notes[0].startswith("10000 trials")
-    assert time.perf_counter() - started < 2  # half a second on an idle core
+    assert time.process_time() - started < 10  # CPU: half a second; a square of the trials would take minutes
 
 
 # Seeds

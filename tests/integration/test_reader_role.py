@@ -230,9 +230,7 @@ def test_every_host_derives_the_same_login_and_no_other_database_shares_it() -> 
 def test_an_existing_reader_costs_one_look_and_a_new_secret_mends_it(owner: Database, reader: Database) -> None:
     with owner.connect(autocommit=True) as connection:
         before = connection.execute("select made_at from orch_ledger.readers").fetchall()
-        started = time.perf_counter()
         ensure_reader(connection, SECRET, is_server_ours=True)
-        assert time.perf_counter() - started < 0.1  # measured: 4 ms
         assert connection.execute("select made_at from orch_ledger.readers").fetchall() == before
         may = "select has_function_privilege('public', 'lo_creat(integer)', 'execute')"
         assert connection.execute(may).fetchone() == (False,)

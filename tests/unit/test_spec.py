@@ -837,11 +837,11 @@ def test_a_stored_sweep_that_is_older_than_limits_and_stop_on_is_no_different():
 # --- cost -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_ten_thousand_trials_is_read_and_checked_in_two_seconds():
+def test_a_file_of_ten_thousand_trials_is_read_and_checked_in_seconds():
     grid = "{grid: [" + ", ".join(f"{number}e-3" for number in range(1, 101)) + "]}"
-    started = time.perf_counter()
+    started = time.process_time()
     parse(HEAD + f"params: {{lr: {grid}, c_z: {grid}}}\n")
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 10  # CPU: half a second; a square of the trials would take minutes
 
 
 def test_reading_a_spec_imports_nothing_heavy():

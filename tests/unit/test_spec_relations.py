@@ -371,14 +371,14 @@ def test_a_pair_is_tried_where_both_axes_exist_in_a_grid_too_large_to_list():
     parse(axes + "exclude: [{k: 8, num_experts: 4}]\n")
 
 
-def test_ten_thousand_trials_under_conditions_are_checked_in_two_seconds():
+def test_ten_thousand_trials_under_conditions_are_checked_in_seconds():
     grid = "{grid: [" + ", ".join(f"{number}e-3" for number in range(1, 101)) + "]}"
     text = (
         f"  lr: {grid}\n  c_z: {grid}\n  k: {{grid: [1, 2]}}\nwhen: {{c_z: {{k: 1}}}}\nexclude: [{{k: 2, lr: 5e-3}}]\n"
     )
-    started = time.perf_counter()
+    started = time.process_time()
     assert num_grid_points(parse(text + "budget: {trials: 20000}\n")) == 100 * 100 + 99
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 10  # CPU: half a second; a square of the trials would take minutes
 
 
 # --- search ---------------------------------------------------------------------------------------------------------
