@@ -180,9 +180,11 @@ class Orch:
 
     env: dict[str, str]
     folder: Path
+    before: str = ""  # Python that a cold command runs first, such as to shorten a wait
 
     def command(self, *arguments: object) -> list[str]:
-        return [sys.executable, "-m", "orchestrator.cli", *map(str, arguments)]
+        program = ["-c", f"{self.before}\nfrom orchestrator.cli import main\nmain()"]
+        return [sys.executable, *(program if self.before else ["-m", "orchestrator.cli"]), *map(str, arguments)]
 
     def __call__(self, *arguments: object, expect: int | None = 0, timeout_s: float = 240) -> Done:
         answer = Done(*type_warm(list(map(str, arguments)), LAB, self.env, timeout_s))

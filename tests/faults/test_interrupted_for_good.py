@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -89,12 +88,7 @@ def test_an_experiment_deleted_in_mid_sweep_costs_the_record_and_not_the_points(
     assert any(run_id in kept for run_id in run_ids.split())
 
 
-class Impatient(Orch):
-    """Waits a second for room on a full disk."""
-
-    def command(self, *arguments: object) -> list[str]:
-        code = "from orchestrator import cli; from orchestrator.tracking import recorder; "
-        return [sys.executable, "-c", f"{code}recorder.DISK_PATIENCE_S = 1.0; cli.main()", *map(str, arguments)]
+IMPATIENT = "from orchestrator.tracking import recorder; recorder.DISK_PATIENCE_S = 1.0"
 
 
 def test_a_journal_that_fills_the_disk_ends_the_sweep_with_its_place_and_leaves_nothing_running(
@@ -104,7 +98,7 @@ def test_a_journal_that_fills_the_disk_ends_the_sweep_with_its_place_and_leaves_
         pytest.skip("needs the right to mount a small file system")
     brief = SLOW.replace("sleep_s: 0.1", "sleep_s: 0.04")  # two trials of a second; the disk is full in milliseconds
     try:
-        full = Impatient({**orch.env, "ORCH_JOURNAL_DIR": str(tmp_path)}, orch.folder)
+        full = Orch({**orch.env, "ORCH_JOURNAL_DIR": str(tmp_path)}, orch.folder, IMPATIENT)
         process = full.start("sweep", full.sweep_file(brief, name), "--inline")
         assert process.stdout is not None
         process.stdout.readline()  # the sweep is open

@@ -7,9 +7,9 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import termios
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -112,14 +112,7 @@ SLEEPS = """
     params: {sleep_s: 600}
     preflight: false
 """
-IMPATIENT = """
-from orchestrator.cli import main
-from orchestrator.execution import stopping
-stopping.REMARK_S, stopping.ANSWER_S = 0.5, 1.0
-main()
-"""
-
-
+IMPATIENT = "from orchestrator.execution import stopping; stopping.REMARK_S, stopping.ANSWER_S = 0.5, 1.0"
 IN_VAIN = "it did not stop within 1 s; its worker was ended"
 
 
@@ -127,16 +120,8 @@ IN_VAIN = "it did not stop within 1 s; its worker was ended"
 def test_a_trial_that_does_not_stop_holds_the_command_for_a_minute_and_can_be_resumed(
     ray_orch: Orch, prepared_url: str, name: str, flags: Sequence[str]
 ) -> None:
-    orch, file = ray_orch, ray_orch.sweep_file(SLEEPS, name)
-    process = subprocess.Popen(
-        [sys.executable, "-c", IMPATIENT, "sweep", str(file), *flags],
-        cwd=LAB,
-        env=orch.env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    orch = replace(ray_orch, before=IMPATIENT)
+    process = orch.start("sweep", orch.sweep_file(SLEEPS, name), *flags)
     wait_until(lambda: value_of(prepared_url, STATES, name) == "running")
     family = family_of(process)
     process.send_signal(signal.SIGTERM)

@@ -142,26 +142,28 @@ def test_a_service_is_stopped_with_all_it_started_also_when_it_has_died_itself(
     assert not background.stop(home, "toy"), "nothing is left, and that is no error"
 
 
-def test_the_servers_of_a_ui_that_was_killed_are_ended_by_the_next_one(
+@pytest.fixture
+def killed(
     service: tuple[Home, background.Service], monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[Home, background.Service]:
+    """The toy after a kill -9, its worker alive."""
     monkeypatch.setattr(background, "STOP_TIMEOUT_S", 0.3)
     home, toy = service
     os.kill(toy.pid, signal.SIGKILL)
     wait_until(lambda: not toy.is_up)
     assert len(marked(toy.mark)) == 1
+    return home, toy
+
+
+def test_the_servers_of_a_ui_that_was_killed_are_ended_by_the_next_one(killed: tuple[Home, background.Service]) -> None:
+    home, toy = killed
     (home.path / "toy.json").rename(home.path / "ui.json")
     assert serve._in_background(home) is None
     assert marked(toy.mark) == [], "they would hold the ports that are looked at next"
 
 
-def test_a_service_that_takes_a_dead_ones_place_ends_what_it_left(
-    service: tuple[Home, background.Service], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background, "STOP_TIMEOUT_S", 0.3)
-    home, toy = service
-    os.kill(toy.pid, signal.SIGKILL)
-    wait_until(lambda: not toy.is_up)
+def test_a_service_that_takes_a_dead_ones_place_ends_what_it_left(killed: tuple[Home, background.Service]) -> None:
+    home, toy = killed
     with pytest.raises(background.OrchError, match="the next one"):
         background.start(home, "toy", [background.sys.executable, "-c", "raise SystemExit('the next one')"])
     assert marked(toy.mark) == []
